@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding, Severity
-from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site
+from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, line_at
 from distdiag.diagnosis.slow_because import limits as grown
 from distdiag.diagnosis.slow_case import limits
@@ -28,38 +28,48 @@ def found(facts: Facts, collecting: bool) -> Iterator[Finding]:
         collecting: Garbage collections are known already, as pauses of ranks in turn.
     """
     s = facts.snapshot
-    if len(s.ranks) < s.world_size:
+    if len(s.ranks) < max(1, s.world_size):
         return
     if not collecting:
         yield from _collecting(facts)
-    ranks = [*s.ranks.values()]
-    tools = set.intersection(*(set(r.tools) for r in ranks)) - {SCHEDULED} if ranks else set()
-    if tools and min(r.step for r in ranks) > STEPS.settled:
-        yield text.TOOLS_ON(victims=sorted(s.ranks), step=min(r.step for r in ranks), tools=" and ".join(sorted(tools)))
-    each = [_growth(r) for r in ranks]
-    if each and all(each):
-        slowest = max(ranks, key=lambda r: _now_ms(r))
-        phase = max(PHASES, key=lambda p: statistics.median(part_ms(x, p) for x in slowest.steps[-grown.newest :]))
-        stacks = {r.rank: next(iter(text.stack_of(r, phase)), None) for r in ranks}
-        yield text.GROWING(
-            victims=sorted(s.ranks), step=slowest.step, where=wheres(s, s.ranks, "user_code", stacks),
-            now_ms=_now_ms(slowest), mean_ms=(mean_step_s(slowest) or 0.0) * 1e3, phase="the code between steps" if phase == "other" else phase,
-            phase_ms=statistics.median(part_ms(x, phase) for x in slowest.steps[-grown.newest :]), site=stacks[slowest.rank],
-        )  # fmt: skip
+    yield from _tools(s)
+    yield from _growing(s)
+
+
+def _tools(s: Snapshot) -> Iterator[Finding]:
+    """Yield the tools that are on in all ranks."""
+    step = min(r.step for r in s.ranks.values())
+    tools = set.intersection(*(set(r.tools) for r in s.ranks.values())) - {SCHEDULED}
+    if tools and step > STEPS.settled:
+        yield text.TOOLS_ON(victims=sorted(s.ranks), step=step, tools=" and ".join(sorted(tools)))
+
+
+def _growing(s: Snapshot) -> Iterator[Finding]:
+    """Yield steps that take longer with time on all ranks, with the phase that is most of one now."""
+    if not all(map(_grows, s.ranks.values())):
+        return
+    slowest = max(s.ranks.values(), key=_now_ms)
+    newest = slowest.steps[-grown.newest :]
+    phase_ms, phase = max((statistics.median(part_ms(x, p) for x in newest), p) for p in PHASES)
+    sites = {q: next(iter(text.stack_of(r, phase)), None) for q, r in s.ranks.items()}
+    yield text.GROWING(
+        victims=sorted(s.ranks), step=slowest.step, where=wheres(s, s.ranks, "user_code", sites), site=sites[slowest.rank],
+        now_ms=_now_ms(slowest), mean_ms=(mean_step_s(slowest) or 0.0) * 1e3, phase_ms=phase_ms,
+        phase="the code between steps" if phase == "other" else phase,
+    )  # fmt: skip
 
 
 def _now_ms(r: RankState) -> float:
     return statistics.median(x.step_ms for x in r.steps[-grown.newest :])
 
 
-def _growth(r: RankState) -> bool:
-    """True if the newest steps of a rank take longer than its steps did on average, and each half of them than the one before."""
+def _grows(r: RankState) -> bool:
+    """True if a rank's newest steps take longer than those before them, and than its steps did on average."""
     mean_s = mean_step_s(r)
     if mean_s is None or r.step - WARM_STEPS < 2 * grown.newest or len(r.steps) < 2 * grown.newest:
         return False
-    newest, before = r.steps[-grown.newest :], r.steps[-2 * grown.newest : -grown.newest]
-    rises = statistics.median(x.step_ms for x in newest) > statistics.median(x.step_ms for x in before)
-    return rises and _now_ms(r) >= GROWS * mean_s * 1e3
+    before_ms = statistics.median(x.step_ms for x in r.steps[-2 * grown.newest : -grown.newest])
+    return _now_ms(r) > before_ms and _now_ms(r) >= GROWS * mean_s * 1e3
 
 
 def _collecting(facts: Facts) -> Iterator[Finding]:

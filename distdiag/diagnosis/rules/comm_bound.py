@@ -64,8 +64,8 @@ REDUCED_AGAIN = Template(
     "gradients are reduced twice: DDP averages them in backward, and in each step the script reduces as many elements again{site}",
     "the time of the second reduction", call_cost.AGAIN)  # fmt: skip
 BUFFERS = (
-    "buffers that are constants (masks, tables of positions) need no broadcast: `DistributedDataParallel(…, broadcast_buffers=False)`, also where "
-    "each rank may keep batch-norm statistics of its own; else make the constants plain attributes, so that DDP sends the others only"
+    "constant buffers (masks, tables of positions) need no broadcast: set `broadcast_buffers=False` in DDP; if its batch norm needs the broadcast, "
+    "keep the constants as plain attributes instead"
 )
 STAGES = Template(
     kind, None,

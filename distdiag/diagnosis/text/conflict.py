@@ -129,11 +129,8 @@ def _sides(verdict: Verdict) -> list[frozenset[int]]:
 
 def _does(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
     """Return `is in`, or `has completed`: on a device the smaller of two calls may end alone."""
-    return (
-        verb(side, "is in", "are in")
-        if _left(snapshot, wait, side) != sorted(side)
-        else verb(side, "has completed", "have completed")
-    )
+    through = _left(snapshot, wait, side) == sorted(side)
+    return verb(side, "has completed", "have completed") if through else verb(side, "is in", "are in")
 
 
 def _left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> list[int]:

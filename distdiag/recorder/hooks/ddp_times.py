@@ -136,7 +136,7 @@ def _broadcast(ddp: Any) -> tuple[int, str]:
     """Return the bytes of the buffers that DDP broadcasts in a forward, and the name of the largest."""
     if not ddp.broadcast_buffers:
         return 0, ""
-    sent = {id(b) for b in getattr(ddp, "modules_buffers", ())}  # without those that it is told to ignore
+    sent = {id(b) for b in getattr(ddp, "modules_buffers", ())}  # DDP's own list, without what it was told to ignore
     sizes = {n: b.numel() * b.element_size() for n, b in ddp.module.named_buffers() if id(b) in sent}
     return sum(sizes.values()), max(sizes, key=lambda n: sizes[n], default="")
 

@@ -17,7 +17,7 @@ from distdiag.recorder.unseen import has_memory
 
 MOST = 1 << 15  # samples that are hashed of an epoch, at most: a third of a microsecond each
 READ_BYTES = 256  # of each, in its middle
-WORKERS = 16  # most whose samples are told apart
+WORKERS = 16  # with more, nothing records which worker gave a sample
 
 
 class EpochSamples:

@@ -55,7 +55,6 @@ class Loaders:
         self._words = recorder.page.words
         self._iterators: dict[int, ref[Any]] = {}  # by site, of loaders with workers
         self._last: LoaderSlot | None = None  # the loader whose batch came last
-        self._left_early = False  # the loader that begins an epoch was left before the end of the last one
         self._trained = 0  # id of the iterator whose batch a backward pass last followed
 
     def _slot(self, site: int) -> LoaderSlot | None:
@@ -76,10 +75,12 @@ class Loaders:
     @guarded
     def starts(self, loader: Any, iterator: Any, frame: Any) -> None:
         """Record that a DataLoader begins an epoch."""
-        slot = self._begin(iterator, self.recorder.user_site(frame))
+        site = self.recorder.user_site(frame)
+        last = self._slots.get(site)
+        left_in = last.sampler_epoch if last is not None and not last.exhausted else -1
+        slot = self._begin(iterator, site)
         if slot is None:
             return
-        before = slot.sampler_epoch
         batch_sampler = getattr(loader, "batch_sampler", None)
         sampler = getattr(batch_sampler, "sampler", None)
         if sampler is None:  # not `or`: a sampler's truth depends on its length, which runs the job's code
@@ -98,7 +99,7 @@ class Loaders:
         if isinstance(dataset, IterableDataset) and hasattr(dataset, "set_epoch"):
             epoch = getattr(dataset, "epoch", None)  # by which it shuffles itself; its workers may have another
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
-        if self._left_early and slot.sampler_epoch == before > 0:  # resumed within this epoch
+        if slot.sampler_epoch == left_in > 0:  # resumed within this epoch
             slot.n_previous = 0
         slot.sampler_seed = seed & (1 << 62) - 1 if isinstance(seed, int) else -1
         if isinstance(sampler, RandomSampler):
@@ -129,7 +130,6 @@ class Loaders:
         slot = self._slot(site)
         if slot is None:
             return None
-        self._left_early = not slot.exhausted
         slot.n_previous = slot.n_first
         for i in range(slot.n_first):
             slot.previous[i] = slot.first[i]

@@ -378,7 +378,8 @@ def _mode_layers(m: Model) -> list[Any]:
 
 def _counted(optimizer: Any, params: list[Any]) -> float | None:
     """Return how many steps the state of a parameter has counted, as Adam's does; None if there is no count, or it is on a device."""
-    count: Any = next((optimizer.state[p].get("step") for p in params if p in optimizer.state), None)
+    state: Any = next((optimizer.state[p] for p in params if p in optimizer.state), None)
+    count: Any = state.get("step") if isinstance(state, dict) else None
     if isinstance(count, torch.Tensor):
         return float(count) if type(count) is torch.Tensor and count.is_cpu and count.numel() == 1 else None
     return float(count) if type(count) in (int, float) else None

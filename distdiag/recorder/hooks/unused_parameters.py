@@ -107,10 +107,9 @@ class UnusedParameters:
             self._write_unused(m, without, self.header.step)
             listed = {name for name, _ in without}
             checked = [x for x in m.hooked if x[0] in listed]
-            if checked and all(
-                replaced(p, node) for _, p, node in checked
-            ):  # they have gradients, and DDP does not see them
-                n = len(checked)
+            n = len(checked)
+            # they have gradients, and DDP does not see them
+            if checked and all(replaced(p, node) for _, p, node in checked):
                 self.samples.write(SampleKind.HOOKS_LOST, self.header.step, n, n, checked[0][0])
 
 

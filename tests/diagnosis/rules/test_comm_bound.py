@@ -291,7 +291,7 @@ def test_the_advice_fits_the_calls(of: dict[str, Any], advice: str) -> None:
     assert advice in str(only(of_calls(**of)).advice)
 
 
-def test_calls_that_carry_ever_more_are_told_with_the_calls_beside_them() -> None:
+def test_growing_calls_are_named_with_the_other_calls_of_their_line() -> None:
     """A helper gathers the sizes, then a history that grows with each step."""
 
     def found(grows: int, share: float = 1.0) -> Finding:
@@ -322,7 +322,7 @@ def test_gradients_that_are_reduced_twice_are_told() -> None:
     f = only(of_calls(models=ddp, samples=every))
     assert "as many elements as DDP has averaged already" in f.message and "leave the second out" in str(f.advice)
     seldom = only(of_calls(models=ddp, samples=every, wait_ms=0.1, n_bytes=1 << 20))
-    assert "twice" not in seldom.message  # the exposed communication is told, which is elsewhere
+    assert "twice" not in seldom.message  # the finding is about the communication elsewhere
     for models, samples in (
         ((), every), (ddp, every[:1]), (ddp, (*every, Sample("reduced", 96, 0.4))),
         ((Model(group="default_pg", forwards=100, synced_backwards=50),), every),

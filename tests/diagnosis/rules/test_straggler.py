@@ -710,9 +710,7 @@ def test_a_rank_that_waits_longer_for_a_root_is_no_straggler_by_arrival(
 
 
 @pytest.mark.parametrize(("team", "judged"), [((0, 1), True), ((0, 1, 2), False), (None, False)], ids=str)
-def test_ranks_of_one_group_are_judged_beside_one_that_makes_no_steps(
-    team: tuple[int, ...] | None, judged: bool
-) -> None:
+def test_a_ddp_group_is_judged_although_another_rank_makes_no_steps(team: tuple[int, ...] | None, judged: bool) -> None:
     """Rank 2 keeps the books: it gets messages, and has no part in DDP's group."""
     models = () if team is None else (Model(group="trainers", forwards=100, synced_backwards=100),)
     trainers = (rank(q, steps=steps(n=60, seed=q), models=models) for q in range(2))
