@@ -221,8 +221,9 @@ def judge(result: Result, options: Options) -> None:
         f"data{gain}; {chosen.samples_per_s:,.0f} samples/s per rank at most"
     )
     if chosen.wait_share > 0.05:
+        better = "no setting that was tried does better" if len(rows) > 1 else "no other setting was tried"
         result.reasons.append(
-            f"no setting does better: at batch {options.batch_size} this step waits {chosen.wait_share:.0%} of its time"
+            f"{better}: at batch {options.batch_size} this step waits {chosen.wait_share:.0%} of its time"
         )
 
 

@@ -147,6 +147,7 @@ def judge(result: Result) -> None:
     rows: list[PairRow] = result.rows
     noisy = decide.host_noise(result)
     slow_means = Verdict.INCONCLUSIVE if noisy else Verdict.FAIL
+    unsure = "; or a rank waited for a CPU" if noisy else ""
     for r in rows:
         if not r.correct:
             result.judge(Verdict.FAIL, f"wrong values between ranks {r.ranks[0]} and {r.ranks[1]}")
@@ -161,12 +162,12 @@ def judge(result: Result) -> None:
             typical = float(np.median([t for pair, t in times.items() if rank in pair])) / median
             result.judge(
                 slow_means,
-                f"rank {rank} is slow in {k} of {m} pairs ({kind} {typical:.1f} times the median pair's): the rank or its card, not a link",
+                f"rank {rank} is slow in {k} of {m} pairs ({kind} {typical:.1f} times the median pair's): the rank or its card, not a link{unsure}",
             )
         for a, b in links[:6]:
             result.judge(
                 slow_means,
-                f"the link between ranks {a} and {b} is slow ({kind} {times[a, b] / median:.1f} times the median pair's), both are fine with others",
+                f"the link between ranks {a} and {b} is slow ({kind} {times[a, b] / median:.1f} times the median pair's), both are fine with others{unsure}",
             )
         for r in rows:
             r.slow = r.slow or times[r.ranks] > SLOW_FACTOR * median

@@ -44,9 +44,10 @@ def _load(history: History, sources: tuple[str, ...]) -> list[tuple[Path, str]]:
         elif path.suffix == ".parquet":
             history.add_parquet(path)
         elif path.is_dir():
-            rows, damaged = read_runs(runs_in(path))
+            denied: list[OSError] = []
+            rows, damaged = read_runs(runs_in(path, denied.append))
             history.add(rows)
-            broken += damaged
+            broken += damaged + [(Path(e.filename), e.strerror or str(e)) for e in denied]
         else:
             raise DistdiagError(
                 f"no directory {source}", "give directories with runs, s3://BUCKET/PREFIX, or a Parquet file that --parquet wrote",

@@ -78,7 +78,8 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
     calls = max(by_call.values(), key=_waited_s)
     op, site = calls[-1].op, calls[-1].site
     assert site is not None
-    per_step = min(r.sites.get(site.key, 0) / max(r.step, 1) for r in s.ranks.values())
+    at_site = sum(len(of) for (_, where), of in by_call.items() if where == site.key)  # of every operation
+    per_step = min(r.sites.get(site.key, 0) / max(r.step, 1) for r in s.ranks.values()) * len(calls) / at_site
     mean_bytes = int(statistics.mean(c.bytes or 0 for c in calls))
     return Line(
         op_name(op),
@@ -124,9 +125,15 @@ def _lines(calls: tuple[Call, ...]) -> dict[str, tuple[float, dict[tuple[str, st
     return {k: (sum(map(_waited_s, mine.values())) / span_s, mine) for k, mine in often.items() if mine}
 
 
+# The script calls `backward`, and what that calls for every layer or group of parameters are FSDP's collectives, or a hook's.
+IN_BACKWARD = (
+    "backward starts it: let each call carry more (`fully_shard` on larger blocks), send a lower precision "
+    "(`MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)`), or accumulate (`set_requires_gradient_sync(False)` in all but the last backward)"
+)
 _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: x.again, AGAIN),
     (lambda x: x.grew is not None, HISTORY),
+    (lambda x: ".backward(" in x.source, IN_BACKWARD),
     (lambda x: x.op == "barrier",
      "leave the barrier out of the loop: a collective that follows waits for all ranks by itself"),
     (lambda x: "_object" in x.source,

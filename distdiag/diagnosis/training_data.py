@@ -76,10 +76,13 @@ def uneven_ranks(s: Snapshot) -> tuple[int, ...]:
 def even_advice(loaders: Iterable[Loader]) -> str:
     """Return how these loaders get equally many batches on all ranks."""
     known = list(loaders)
+    lengths = [x.length for x in known if x.length is not None]
     if known and all(x.distributed_sampler for x in known):
         return "give every rank the same number of samples: pad or drop in the sampler"
     if known and all(x.batch_size is None or x.length is None for x in known):  # no sampler decides how many there are
         return "let every rank make equally many batches: cut or pad what it reads; or use torch's Join context"
+    if lengths and max(lengths) > min(lengths) + 1:  # more than the last, incomplete batch
+        return "give every rank equally many samples: DistributedSampler splits one data set so (it pads); or use torch's Join context"
     return "use DistributedSampler (it pads), drop_last, or torch's Join context"
 
 

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from distdiag.terms.statistics import find_change, interval_of_share
+from distdiag.terms.units import counted
 
 if TYPE_CHECKING:
     from distdiag.history.database import History
@@ -168,7 +169,7 @@ def as_lines(found: Answers) -> list[str]:
     when = (
         f", {_day(found.first_unix_s)} to {_day(found.last_unix_s)}" if found.first_unix_s and found.last_unix_s else ""
     )
-    out = [f"{found.runs:,} runs{when}: {states or 'no state'}"]
+    out = [f"{counted(found.runs, 'run')}{when}: {states or 'no state'}"]
     hosts = [h for h in found.hosts if h.count > 1]
     lines = [x for x in found.lines if x.count > 1]
     out += ["", "Hosts named in more than one run:"] if hosts else []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,13 @@ class HistoryRow(msgspec.Struct, frozen=True, kw_only=True):
     bus_bandwidth_bytes_per_s: float | None = None
 
 
-def runs_in(directory: Path) -> Iterator[Path]:
-    """Yield the directories below with a database, without those of single nodes: node 0's has the whole job."""
-    for folder, below, names in os.walk(directory):
+def runs_in(directory: Path, refused: Callable[[OSError], object] | None = None) -> Iterator[Path]:
+    """Yield the directories below with a database, without those of single nodes: node 0's has the whole job.
+
+    Args:
+        refused: Is called with the error of each directory that cannot be listed.
+    """
+    for folder, below, names in os.walk(directory, onerror=refused):
         below[:] = sorted(d for d in below if not d.startswith("node_"))
         if rundir.DATABASE in names:
             yield Path(folder)

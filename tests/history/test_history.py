@@ -313,3 +313,10 @@ def test_a_finding_of_more_ranks_than_any_job_has_does_not_fill_the_memory(tmp_p
     forged(tmp_path / "run", 1, 101_000, "1e9")
     rows, ((_, why),) = read_runs(runs_in(tmp_path))
     assert (rows, why) == ([], "damaged: ValueError")
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
+    """Root may list every directory: this one is gone."""
+    refused: list[OSError] = []
+    assert not list(runs_in(tmp_path / "gone", refused.append))
+    assert [e.filename for e in refused] == [str(tmp_path / "gone")]

@@ -107,4 +107,4 @@ def test_the_rank_with_nan_in_its_batch_is_named(bad: str, scale: str, culprits:
         closed(run)
     [finding] = [json.loads(j) for (j,) in rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'")]
     assert (finding["cause"], finding["culprits"]) == ("loss", culprits)
-    assert ("the batch already had NaN" in finding["message"]) is bool(culprits)
+    assert ("what enters the model already has NaN" in finding["message"]) is bool(culprits)

@@ -30,6 +30,7 @@ from distdiag.terms.units import percent, size_text
 
 kind = kinds.COMM_BOUND
 BF16_BACKENDS = ("nccl", "xccl")
+_STUCK = {k.name for k in (kinds.DEADLOCK, kinds.MISMATCH, kinds.STALL, kinds.TIMEOUT, kinds.RANK_LOST)}
 PARTS = 4  # buckets that one bucket of all gradients is split into
 
 
@@ -122,7 +123,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         why = None if ddp is not None else Abstained("communication is on the device, and DDP has timed too few steps")
     else:
         share = share_of_all(window, lambda x: x.wait_ms, limits.share)
-    if share >= limits.share:
+    if any(f.kind in _STUCK for f in facts.found):
+        yield Abstained("the ranks have stopped for another reason")
+    elif share >= limits.share:
         late = ", with no rank late" if isinstance(window, Abstained) else _late(window)
         ranks = sorted(s.ranks) if isinstance(window, Abstained) else window.ranks
         parts = (_buffers(s, window), call_cost.dearest(s, facts.source, _reduced_again(s)))
@@ -214,7 +217,7 @@ def _late(window: Window) -> str:
 
 def _finding(
     s: Snapshot, ranks: list[int], share: float, of: str, ddp: Gradients | None, late: str, parts: Sequence[Part]
-) -> Finding:
+) -> Finding | Abstained:
     gradients_ = ddp.share if ddp is not None else 0.0
     share = max(share, gradients_)  # both are lower limits
     part = max(parts, key=lambda x: x.share, default=None)
@@ -230,6 +233,8 @@ def _finding(
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
         do = "; ".join(_advice(ddp, b, on_nccl, _passes(s)))
     busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
+    if busy and not text and not stages(s):  # a rank that waits for a CPU makes all others wait in their collectives
+        return Abstained("the host's cores are all in use: what is lost to communication is not known", checked=True)
     cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
     if ddp is None and stages(s):
         return STAGES(victims=ranks, share=share, of=of, cores=cores, late=late, few=_few(s))

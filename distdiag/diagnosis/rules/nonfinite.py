@@ -50,7 +50,7 @@ DROPPED = Template(kind, "loss",
     "check the batches of {on} in which that happens (no target, a division by zero, a logarithm of zero), and leave out the sample, not the step",
     proved=True, severity=Severity.WARNING)  # fmt: skip
 _DO = {
-    "input": "look for NaN in the data, and drop or repair such samples: the batch of step {step} has some",
+    "input": "look for where NaN comes in at step {step}: in the data (drop or repair such samples), or in what the script does with the batch before the model",
     "everywhere": "check the batches of step {step}, the collectives in forward, and the learning rate",
     "one rank": "check that rank's batch of step {step}, and divisions and logarithms in the loss",
 }
@@ -153,7 +153,7 @@ def _finding(s: Snapshot, found: Found) -> Finding:
         victims=[q for q in alive if q not in ranks or everywhere], names=(name,) if name else (),
         what="loss" if loss else "a gradient",
         followed=f"; {rank_list(others)} followed" if others and not everywhere else "",
-        name=f" ({name})" if name else "", from_input=": the batch already had NaN" if from_input else "",
+        name=f" ({name})" if name else "", from_input=": what enters the model already has NaN" if from_input else "",
         alone=": so far it averages nothing with other ranks" if alone else "",
         cost="training on this rank is lost from here on" if alone
         else "averaging carries it to every rank; training is lost from here on",

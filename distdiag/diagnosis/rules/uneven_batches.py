@@ -46,7 +46,7 @@ class Limits:
 
 limits = Limits()
 COUNT = Template(kind, "count", "{each}{site}",
-    "after batch {fewest:,} {victims} {victims:hangs|hang}: {culprits} {culprits:has|have} no batch left",
+    "after batch {fewest:,} {victims} cannot go on: {culprits} {culprits:has|have} no batch left",
     "{do}")  # fmt: skip
 SIZE = Template(kind, "size", "local batch sizes differ in every step: {each}",
     "DDP averages ranks, not samples: a sample of the small batch weighs {factor:.1f}x as much",
@@ -115,7 +115,7 @@ def _count_finding(s: Snapshot, loaders: dict[int, Loader], counts: dict[int, in
     return COUNT(
         proved=not predicted, culprits=out, victims=waiting,
         where=(w for q in out for w in _past_the_loop(s.ranks[q], loaders[q])),
-        waiting=(w for q in waiting for w in _past_the_loop(s.ranks[q], loaders[q])), step=s.ranks[out[0]].step,
+        waiting=(_past_the_loop(s.ranks[q], loaders[q])[0] for q in waiting), step=s.ranks[out[0]].step,
         each=each, site=loaders[min(short)].site, fewest=fewest,
         do=even_advice(loaders.values()),
     )  # fmt: skip

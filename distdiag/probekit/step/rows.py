@@ -157,6 +157,8 @@ def judge(result: Result) -> None:
 def fastest_text(rows: Sequence[StepRow]) -> str:
     """Return which strategy is fastest, and which ones do not clearly differ from it."""
     fastest = min(rows, key=lambda r: r.step_ms)
+    if len(rows) == 1:
+        return f"only {_name(fastest)} was measured: {fastest.step_ms:.1f} ms a step"
     text = f"fastest: {_name(fastest)}, {fastest.step_ms:.1f} ms a step"
     near = [_name(r) for r in rows if r is not fastest and r.ci95_ms[0] <= fastest.ci95_ms[1]]
     if not near:

@@ -244,6 +244,7 @@ def test_the_parameter_that_most_bytes_are_of_is_named() -> None:
 LINE = Site("/job/sync.py", 3, "sync")
 TEXTS = {
     LINE.file: "def sync(model, world):\n    for p in model.parameters():\n        dist.all_reduce(p.grad)\n",
+    "/job/train.py": "for x, y in loader:\n    loss(model(x), y).backward()\n",
     "/job/objects.py": "def log(rows):\n    out = [None] * 2\n    dist.all_gather_object(out, rows)\n",
 }
 
@@ -285,6 +286,7 @@ def test_the_line_that_costs_most_is_named() -> None:
         ({"per_step": 1, "wait_ms": 48.0}, "every n-th step"),
         ({"op": "barrier", "n_bytes": 0, "per_step": 1, "wait_ms": 48.0}, "leave the barrier out"),
         ({"op": "all_gather", "site": Site("/job/objects.py", 3, "log")}, "instead of pickled objects"),
+        ({"op": "reduce_scatter_tensor", "n_bytes": 1 << 19, "site": Site("/job/train.py", 2)}, "on larger blocks"),
     ],
 )
 def test_the_advice_fits_the_calls(of: dict[str, Any], advice: str) -> None:
@@ -347,3 +349,21 @@ def test_a_second_reduction_is_told_where_communication_is_cheap() -> None:
     assert "gradients are reduced twice" in only(told(1.0, 1.0)).message and "sync.py:3" in only(told(1.0, 1.0)).message
     assert told(1.0, 1.0, averaged=1.0) == []  # of parameters, between two steps
     assert told(1.0) == [] and told(1.0, 0.5) == [] and told(2.0, 2.0) == []
+
+
+def test_calls_of_two_operations_at_one_line_are_counted_apart() -> None:
+    """FSDP gathers parameters and scatters gradients in backward."""
+    calls = tuple(
+        Call(op=op, group="default_pg", seq=1 + k, bytes=MIB, site=LINE, entered_s=80.0 + 0.02 * k, completed_s=80.01 + 0.02 * k)
+        for k, op in enumerate(("all_gather_into_tensor", "reduce_scatter_tensor") * 60)
+    )  # fmt: skip
+    ranks = [rank(q, steps=steps(wait_ms=45.0, seed=q), calls=calls, sites={LINE.key: 1200}) for q in range(2)]
+    f = only(findings(job(*ranks, host_cpu_pct=40.0), comm_bound))
+    assert "6 times a step, with 1 other call from there" in f.message
+
+
+def test_a_full_host_is_not_called_slow_communication() -> None:
+    """A rank that waits for a CPU makes the others wait: only what is known to be large or frequent is reported."""
+    ranks = [rank(q, steps=steps(wait_ms=45.0, seed=q)) for q in range(2)]
+    assert only(findings(job(*ranks, host_cpu_pct=40.0), comm_bound))
+    assert not findings(job(*ranks, host_cpu_pct=98.0), comm_bound)

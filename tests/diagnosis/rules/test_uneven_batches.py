@@ -136,7 +136,7 @@ def test_the_rank_that_ran_out_first_is_named_although_lengths_are_equal() -> No
     assert (f.kind, f.cause, f.culprits, f.victims) == ("uneven_batches", "count", (0,), (1,))
     assert (
         f.message.startswith("rank 0 ran out of batches after 45 at ")
-        and "rank 1 hangs: rank 0 has no batch left" in f.cost
+        and "rank 1 cannot go on: rank 0 has no batch left" in f.cost
     )
 
 
