@@ -57,9 +57,7 @@ COMM_BOUND = Template(
     "{share:share} of {of}", "{do}")  # fmt: skip
 # NCCL has no all-reduce of sparse gradients
 SHARDED = "split the table by rows over the ranks, as TorchRec does, or train it less often"
-SPARSE = (
-    "`Embedding(…, sparse=True)` sends those only; its optimizer must take sparse gradients, as SGD and SparseAdam do"
-)
+SPARSE = "`Embedding(…, sparse=True)` sends those only; its optimizer must take sparse gradients, as SGD and SparseAdam do, and `clip_grad_norm_` takes none"
 REDUCED_AGAIN = Template(
     kind, None,
     "gradients are reduced twice: DDP averages them in backward, and in each step the script reduces as many elements again{site}",
@@ -256,13 +254,13 @@ def _advice(ddp: Gradients, b: Buckets, on_nccl: bool, passes: int) -> Iterator[
     """
     low, high = ddp.interval or (0.0, 0.0)
     interval = f" (95 % interval {percent(low / 2).removesuffix(' %')} to {percent(high / 2)})" if ddp.interval else ""
-    if b.embedding and 2 * b.largest_bytes >= b.bytes > 0:
-        rows = f"the gradient of {b.largest} is dense, though a step reads few of its rows: "
-        yield rows + (SHARDED if on_nccl else SPARSE)
     if passes > 1:
         saved = percent(ddp.share * (passes - 1) / passes)
         yield f"each of the {passes} backward passes of a step exchanges gradients: make all but the last under `no_sync()`: about {saved} less time"
-    else:
+    if b.embedding and 2 * b.largest_bytes >= b.bytes > 0:
+        rows = f"the gradient of {b.largest} is dense, though a step reads few of its rows: "
+        yield rows + (SHARDED if on_nccl else SPARSE)
+    if passes == 1:
         saved = f"about {percent(ddp.share / 2)} less time per batch{interval}"
         yield f"accumulate gradients over 2 batches, the first under `no_sync()`: {saved}"
     if b.comm_hook is None and "float" in b.dtypes.replace("bfloat16", "").split(", "):
