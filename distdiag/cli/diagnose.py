@@ -249,7 +249,7 @@ def _report(targets: tuple[str, ...]) -> Report:
 def _print_why(report: Report, kind: str) -> None:
     from distdiag.diagnosis.kinds import KINDS
     from distdiag.diagnosis.text.checks import why_lines
-    from distdiag.diagnosis.text.finding import finding_lines, printable
+    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
 
     if kind not in KINDS:
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(KINDS)}")
@@ -257,7 +257,7 @@ def _print_why(report: Report, kind: str) -> None:
         say(printable(line))
     for f in report.findings:
         if f.kind == kind:
-            say("\n".join(["", *finding_lines(f)]))
+            say("\n".join(["", *finding_lines(in_the_past(f) if report.ended_ago_s is not None else f)]))
 
 
 def _traces(targets: tuple[str, ...]) -> list[Path]:

@@ -12,7 +12,7 @@ import distdiag.sources
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Call, Site
-from distdiag.diagnosis.text.finding import finding_lines
+from distdiag.diagnosis.text.finding import finding_lines, in_the_past
 from distdiag.diagnosis.text.template import Template, filled
 
 SITE = Site("/job/train.py", 88, "evaluate")
@@ -80,3 +80,11 @@ def test_a_long_message_keeps_its_first_clause_on_the_first_line() -> None:
     first = f"rank 2 has not entered all_gather #23 (the group of ranks 1, 2; 40 B){' and so on' * 6}"
     head, more, *_ = finding_lines(Finding(kind="stall", message=f"{first}; rank 1 waits; it is idle"), 400)
     assert head.endswith(first) and more.split() == ["more", "rank", "1", "waits;", "it", "is", "idle"]
+
+
+def test_after_the_end_nothing_is_advised_that_needs_a_running_job() -> None:
+    do = "see where it hangs; `distdiag dump` saves all stacks; this is cleared if the rank continues"
+    f = in_the_past(Finding(kind="stall", message="", cost="1 of 2 ranks wait", advice=do))
+    assert (f.cost, f.advice) == ("1 of 2 ranks waited", "see where it hangs")
+    kept = Finding(kind="straggler", message="", cost="ranks 1, 2 wait 220 ms of a step", advice="look at its host")
+    assert in_the_past(kept) == kept

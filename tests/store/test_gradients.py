@@ -82,7 +82,7 @@ def test_reports_comparisons_and_traces_show_gradients(run: Run) -> None:
     facts = read_facts(run)
     assert [(r.comm_ms, r.exposed_ms) for r in facts.ranks] == [(70.0, 50.0), (50.0, 30.0)]
     shown = text.render(facts)
-    assert "3.0 MiB in 2 buckets" in shown and "30 % of their time is exposed" in unwrapped(shown)
+    assert "3.0 MiB in 2 buckets" in shown and "30 % of step time is exposed" in unwrapped(shown)
     assert compare_runs([run]).runs[0].phases_ms["exposed"] == 40.0
     out = io.BytesIO()
     perfetto.write(run, out)

@@ -428,7 +428,7 @@ KEY_UNSET = _warning("user_code", _LEFT_OUT % ("waits|wait", ""), _WAIT_OF,
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "": "if that work is meant to take so long, do it on all ranks, in a thread, or with a longer timeout of the group; if not, see where it "
-    "hangs: `distdiag dump` saves all stacks; this is cleared if the rank continues",
+    "hangs; `distdiag dump` saves all stacks; this is cleared if the rank continues",
     "sleep": "give that wait an end (a retry, a rate limit, a poll), or do it before the others enter the collective; `distdiag dump` saves all "
     "stacks; this is cleared if the rank continues",
     "loads itself": "check that line of the dataset: with num_workers=0 it runs in the training process",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -17,6 +18,8 @@ WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "I
 SHOWN_SITES = 4
 LONG = 120  # characters of a message that are read at a glance
 LAST_SEEN = 16
+_NOW = ("`distdiag dump` saves", "this is cleared if")  # advice that only a running job can follow
+_WAIT = re.compile(r"(?<=ranks )wait$")
 # sites where a rank was: the line by which it left the loop, or in which it is now, is not known
 _BEFORE = {"finished": "last seen at", "last_call": "last call at"}
 
@@ -50,8 +53,10 @@ def listed(wheres: tuple[Where, ...]) -> str:
 
 
 def in_the_past(f: Finding) -> Finding:
-    """Return an open finding in the past tense, for after the job's end."""
-    return msgspec.structs.replace(f, cost=NO_PROGRESS_MADE) if f.cost == NO_PROGRESS else f
+    """Return an open finding in the past tense, without advice for a running job, for after the job's end."""
+    cost = NO_PROGRESS_MADE if f.cost == NO_PROGRESS else _WAIT.sub("waited", f.cost)
+    do = "; ".join(x for x in f.advice.split("; ") if not x.startswith(_NOW)) or f.advice
+    return msgspec.structs.replace(f, cost=cost, advice=do)
 
 
 def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
