@@ -94,7 +94,8 @@ NOT_NEEDED = Template(kind, "flag_not_needed",
 _DO = {
     "frozen later": "freeze them before the model is wrapped in DDP, or wrap it again afterwards: DDP still expects their gradients",
     "expected": "freeze or remove them if they stay unused on purpose",
-    "unused": "use their output in the loss, freeze them (requires_grad_(False)) before DDP, or pass find_unused_parameters=True",
+    "unused": "call them and use their output in the loss, or delete them; freeze them (requires_grad_(False)) before DDP if they are to stay; "
+    "find_unused_parameters=True if steps use different parts of the model",
     "without graph": "call them with gradients on: outside `torch.no_grad()`, and activation checkpointing with use_reentrant=False, or "
     "with an input that requires gradients (`enable_input_require_grads()`); to leave them untrained, freeze them before DDP",
     "static": "leave out static_graph=True: it promises that every step uses the same parameters; pass "
