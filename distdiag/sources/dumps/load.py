@@ -13,6 +13,7 @@ from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.files import read_all
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.naming import name_ranks
+from distdiag.sources.dumps.runs import without_other_runs
 from distdiag.sources.dumps.snapshot import SnapshotBuilder
 
 ENTRY_BYTES = 1000  # per entry, for the limits of making the snapshot
@@ -52,6 +53,7 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
         age[f.path.parent] = max(age.get(f.path.parent, 0), f.newest_ns)
     _drop_earlier_runs(by_rank, age, report.notes)
     chosen = {r: _newest(r, files, age, report.notes) for r, files in sorted(by_rank.items())}
+    chosen, report.other_runs = without_other_runs(chosen)
     report.files = {r: tuple(str(f.path) for f in files) for r, files in chosen.items()}
     snapshot = SnapshotBuilder(chosen, report).snapshot()
     known = [f for files in chosen.values() for f in files]

@@ -25,5 +25,6 @@ class LoadReport:
     timeout_s: float | None = None  # of the collectives; None if groups differ
     # by group: members that never created it, as their own list of groups lacks it
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    other_runs: dict[int, str] = field(default_factory=dict)  # ranks whose only dump is of another run: how that shows
     unmet: dict[int, list[Call]] = field(default_factory=dict)  # in flight, and the peer has issued later messages
     late: LateRanks | None = None

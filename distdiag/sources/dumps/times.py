@@ -6,10 +6,11 @@ import itertools
 from dataclasses import dataclass
 
 from distdiag.sources.dumps.content import DumpFile
-from distdiag.sources.dumps.entries import time_ns
+from distdiag.sources.dumps.entries import Entry, time_ns
 
 GAPS_SEEN = 3  # number of pauses of a length after which a rank is expected to pause that long again
 GAP_ENTRIES = 200  # newest entries that are examined
+DUMPED_WITHIN_S = 300.0  # after the timeout; a later file time may be that of a copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,20 @@ def times_of(chosen: dict[int, list[DumpFile]]) -> tuple[int, dict[int, Times]]:
 
 def timeout_s(chosen: dict[int, list[DumpFile]]) -> float | None:
     """Return the timeout of the newest collectives; None if it differs between ranks, or was not recorded."""
-    limits = {time_ns(f.entries[-1].timeout_ms) for files in chosen.values() for f in files if f.entries}
-    limit_ms = limits.pop() if len(limits) == 1 else None
-    return None if limit_ms is None else limit_ms / 1e3
+    limits = {limit_ns(f.entries[-1]) for files in chosen.values() for f in files if f.entries}
+    limit = limits.pop() if len(limits) == 1 else None
+    return None if limit is None else limit / 1e9
+
+
+def limit_ns(e: Entry) -> int | None:
+    """Return the timeout of an operation; None if it was not recorded."""
+    limit_ms = time_ns(e.timeout_ms)
+    return None if limit_ms is None else limit_ms * 1_000_000
+
+
+def written_at_timeout(waited_s: float, limit_s: float) -> bool:
+    """True if a file that was written so long after an operation was issued shows that its timeout had passed."""
+    return limit_s <= waited_s <= limit_s + DUMPED_WITHIN_S
 
 
 def _moved_ns(f: DumpFile) -> int:

@@ -1,0 +1,164 @@
+"""Tells the dumps of two runs apart that are in one folder: by the default group's members, and by times that cannot be of one run.
+
+A folder that is not emptied before a start keeps the files of an earlier run, or of ranks that the new one lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.text.template import filled
+from distdiag.sources.dumps.content import DumpFile
+from distdiag.sources.dumps.entries import time_ns
+from distdiag.sources.dumps.times import limit_ns, written_at_timeout
+from distdiag.terms.operations import synchronizes
+
+SLACK_NS = 1_000_000_000  # a clock that NTP corrects during the run moves by less
+COMPARED = 4  # ranks of the newer set that each older dump is compared with
+
+Chosen = dict[int, list[DumpFile]]
+_OTHER_WORLD = "the dumps of {others} are of another run: their default group has {theirs}, that of {rest} has {ours}; they are not used"
+_EARLIER = (
+    "the dumps of {others} are of an earlier run: they end {gap:time} before those of {rest} begin, and no difference of "
+    "clocks explains it; they are not used"
+)
+_APART = (
+    "the dumps of {others} end {gap:time} before those of {rest} begin, and have none of their calls: an earlier run or an "
+    "earlier dump, unless a clock is wrong; they are not used"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """When a rank issued a collective of a group, and when that was found complete; ns, 0 if not known."""
+
+    issued_ns: int
+    completed_ns: int
+    done: bool
+    meets: bool  # no rank completes it before all have issued it
+
+
+Calls = Mapping[tuple[str, int], Call]
+
+
+def without_other_runs(chosen: Chosen) -> tuple[Chosen, dict[int, str]]:
+    """Return the dumps of the newest run, and for each rank whose dump is of another one, why; all ranks of one reason share it."""
+    kept, why = _one_world(chosen)
+    spans = {q: span for q, files in kept.items() if (span := _span(files)) is not None}
+    order = sorted(spans, key=lambda q: spans[q][1])
+    for cut in range(len(order) - 1, 0, -1):
+        newer, older = order[cut:], order[:cut]
+        begin, end = min(spans[q][0] for q in newer), spans[older[-1]][1]
+        if end < begin and (proved := _not_of(kept, older, newer)):
+            others = [q for q in older if q in proved]
+            rest = sorted(set(kept) - set(others))
+            gap_s = (begin - max(spans[q][1] for q in others)) / 1e9
+            text = filled(_EARLIER if any(proved.values()) else _APART, others=others, rest=rest, gap=gap_s)
+            return {q: kept[q] for q in rest}, {**why, **dict.fromkeys(others, text)}
+    return kept, why
+
+
+def _one_world(chosen: Chosen) -> tuple[Chosen, dict[int, str]]:
+    """Return the dumps whose default groups have the same members as the newest one's; the reason for each other rank."""
+    worlds: dict[frozenset[int], list[int]] = {}
+    for q, files in sorted(chosen.items()):
+        members = next((frozenset(m) for f in files for d, m in f.groups.values() if d == "default_pg" and m), None)
+        if members is not None:
+            worlds.setdefault(members, []).append(q)
+    if len(worlds) < 2:
+        return chosen, {}
+    ours = max(worlds, key=lambda w: (max(f.newest_ns for q in worlds[w] for f in chosen[q]), len(worlds[w])))
+    why = {}
+    for members, others in worlds.items():
+        if members != ours:
+            texts = {"theirs": rank_list(members), "ours": rank_list(ours)}
+            why |= dict.fromkeys(others, filled(_OTHER_WORLD, others=others, rest=worlds[ours], **texts))
+    return {q: files for q, files in chosen.items() if q not in why}, why
+
+
+def _span(files: Collection[DumpFile]) -> tuple[int, int] | None:
+    """Return when the oldest and the newest entry were created; None if that is not known."""
+    times = [t for f in files for e in f.entries[:1] + f.entries[-1:] if (t := e.created_ns) is not None]
+    return (min(times), max(times)) if times else None
+
+
+def _not_of(chosen: Chosen, older: Collection[int], newer: Collection[int]) -> dict[int, bool]:
+    """Return the older ranks whose dumps do not fit the newer ones: True if no offset of clocks makes them fit."""
+    known = {q: (_calls(chosen[q]), _taken_ns(chosen[q])) for q in [*older, *sorted(newer)[:COMPARED]]}
+    out: dict[int, bool] = {}
+    for a in older:
+        for b in sorted(newer)[:COMPARED]:
+            low, high, shared, ahead = _offsets(known[a], known[b])
+            if low is not None and high is not None and low > high + SLACK_NS:
+                out[a] = True
+            elif ahead and not shared:
+                out.setdefault(a, False)
+    return out
+
+
+def _offsets(a: tuple[Calls, int], b: tuple[Calls, int]) -> tuple[int | None, int | None, bool, bool]:
+    """Return bounds of how far b's clock is ahead of a's, True if calls are in both dumps, and True if one is ahead by whole ones.
+
+    No rank completes such a collective before all have issued it. One that a dump lacks was issued after the dump.
+    """
+    (first, first_taken), (second, second_taken) = a, b
+    low = _least(first, second, second_taken)
+    high = _least(second, first, first_taken)
+    groups = {g for g, _ in first} & {g for g, _ in second}
+    shared = any(key in second for key in first if key[0] in groups)
+    ahead = any(_beyond(x, y) for x, y in ((first, second), (second, first)))
+    return low, None if high is None else -high, shared, ahead
+
+
+def _newest(calls: Calls) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for g, n in calls:
+        out[g] = max(out.get(g, 0), n)
+    return out
+
+
+def _beyond(done: Calls, issued: Calls) -> list[tuple[str, int]]:
+    """Return what one rank has completed that the other, a member of its group, has not issued yet."""
+    newest = _newest(issued)
+    return [key for key, c in done.items() if c.meets and c.done and key[1] > newest.get(key[0], key[1])]
+
+
+def _least(done: Calls, issued: Calls, taken_ns: int) -> int | None:
+    """Return by how much the clock of the rank that issued is ahead at least, as the other one completed these calls."""
+    both = (
+        issued[key].issued_ns - c.completed_ns
+        for key, c in done.items()
+        if c.meets and c.completed_ns and key in issued and issued[key].issued_ns
+    )
+    later = (taken_ns - t for key in _beyond(done, issued) if (t := done[key].completed_ns))
+    return max([*both, *later], default=None)
+
+
+def _calls(files: Collection[DumpFile]) -> Calls:
+    """Return a rank's collectives by group and number."""
+    return {
+        (e.group, e.seq): Call(
+            e.created_ns or 0,
+            (time_ns(e.time_discovered_completed_ns) or 0) if e.completed else 0,
+            e.completed,
+            synchronizes(e.profiling_name),
+        )
+        for f in files
+        for e in f.entries
+        if not e.is_p2p and not e.ends_batch
+    }
+
+
+def _taken_ns(files: Collection[DumpFile]) -> int:
+    """Return the earliest time at which a dump can have been taken: its newest entry, or the timeout that made it."""
+    times = [f.newest_ns for f in files]
+    for f in files:
+        for e in f.entries:
+            issued_ns, after_ns = e.created_ns, limit_ns(e)
+            if after_ns is None or issued_ns is None or e.completed or e.retired_when_issued:
+                continue
+            if e.retired or written_at_timeout((f.modified_ns - issued_ns) / 1e9, after_ns / 1e9):
+                times.append(issued_ns + after_ns)
+    return max(times, default=0)
