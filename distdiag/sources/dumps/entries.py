@@ -6,6 +6,7 @@ The fields are described in torch/csrc/distributed/c10d/FlightRecorderDetail.hpp
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -153,15 +154,24 @@ def _older(record: Any) -> Entry | None:
 def user_site(frames: Any) -> Site | None:
     """Return the user's innermost frame; of packages only if there is no other."""
     second = None
-    for frame in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
-        if not isinstance(frame, dict):
-            continue
-        file, line = short_text(frame.get("filename")), frame.get("line")
-        if not is_count(line) or not file or file == "??":
-            continue
-        site = Site(file, line, short_text(frame.get("name")))  # type: ignore[arg-type]
-        if (whose := owner(file)) == USER:
+    for whose, site in _sites(frames):
+        if whose == USER:
             return site
         if second is None and whose == PACKAGE:
             second = site
     return second
+
+
+def user_stack(frames: Any) -> tuple[Site, ...]:
+    """Return the user's frames, outermost first."""
+    return tuple(site for whose, site in _sites(frames) if whose == USER)[::-1]
+
+
+def _sites(frames: Any) -> Iterator[tuple[str, Site]]:
+    """Yield whose each frame is, and its site, innermost first."""
+    for frame in frames[:MAX_FRAMES] if isinstance(frames, list) else ():
+        if not isinstance(frame, dict):
+            continue
+        file, line = short_text(frame.get("filename")), frame.get("line")
+        if is_count(line) and file and file != "??":
+            yield owner(file), Site(file, line, short_text(frame.get("name")))  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.times import written_at_timeout
+from distdiag.sources.dumps.working import Working
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,24 @@ class Findings:
             waiting=self.where(others), evidence=self.evidence(culprits),
             what=f"{name} #{late.seq:,} ({group_label(self.snapshot, late.group)})",
             late=max(late.late_s.values()), limit=late.timeout_s, site=next(iter(sites.values()), None),
+        )  # fmt: skip
+
+    def still_working(self, working: Working) -> Finding:
+        """Return the finding on ranks that had not entered what others wait in, and still made other calls."""
+        culprits, main, limit_s = self.blame.culprits, self.blame.main, self.loaded.timeout_s
+        given_up = main is not None and self._timed_out(main)
+        often = (
+            ""
+            if working.per_s is None
+            else f"about {working.per_s:,.0f} {compatible.op_name(working.call.op)} a second"
+        )
+        apart = working.site or working.call.site
+        return (WORKING_LATE if given_up else WORKING)(
+            culprits=culprits, victims=sorted(set(self.blame.victims)), collective=self.ref(main),
+            where=self.where(culprits), waiting=self.where(self.blame.victims), evidence=self.evidence(culprits),
+            what=self._awaited(), last=self._call_text(working.call), ago=working.ago_s, often=f" ({often})" * bool(often),
+            waited=working.waited_s, limit=f", and the timeout is {limit_s:.0f} s" if given_up and limit_s else "",
+            calls=f"the {'call' if working.site else 'work'}{at(apart)}",
         )  # fmt: skip
 
     def stall(self, young: bool) -> Finding:
@@ -390,6 +409,14 @@ LATE = Template(kinds.TIMEOUT, "late_rank",
     "had given up", "the job ends with a timeout",
     "see what {culprits} did before{site}; where that may take so long, give init_process_group or new_group a longer "
     "timeout")  # fmt: skip
+_WORKING = (
+    "{culprits} {culprits:has|have} not entered {what}, but {culprits:was|were} still working: {last} began {ago:time} before the "
+    "dump{often}; {victims} had waited {waited:time}{limit}"
+)
+_WORKING_ADVICE = "see why {calls} takes so long on {culprits}: bound it, or give all ranks equally much of it"
+WORKING = _stall(_WORKING, "{victims} {victims:waits|wait}", _WORKING_ADVICE, severity=Severity.WARNING)
+WORKING_LATE = Template(kinds.TIMEOUT, "late_rank", _WORKING, "the job ends with a timeout",
+    _WORKING_ADVICE + "; if it may take so long, give init_process_group or new_group a longer timeout")  # fmt: skip
 EXTRA = _missing_rank(
     "{culprits} {culprits:is|are} in {what}, which none of the other {victims:#} ranks has entered; they have nothing in "
     "flight", NO_PROGRESS, "look for a collective that only {culprits} {culprits:calls|call}")  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from distdiag.diagnosis.model.snapshot import Call
+from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.times import Times
 
@@ -28,3 +28,6 @@ class LoadReport:
     other_runs: dict[int, str] = field(default_factory=dict)  # ranks whose only dump is of another run: how that shows
     unmet: dict[int, list[Call]] = field(default_factory=dict)  # in flight, and the peer has issued later messages
     late: LateRanks | None = None
+    newest: dict[int, Call] = field(default_factory=dict)  # each rank's newest call
+    stacks: dict[int, tuple[Site, ...]] = field(default_factory=dict)  # the user's frames of that call, outermost first
+    rates: dict[int, float] = field(default_factory=dict)  # how often a rank made the newest of its calls, per second

@@ -16,12 +16,12 @@ from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.waits.wait import conflict_at
 from distdiag.sources.dumps import late_ranks
 from distdiag.sources.dumps.content import DumpFile
-from distdiag.sources.dumps.entries import Entry, by_hook, time_ns, user_site
+from distdiag.sources.dumps.entries import Entry, by_hook, time_ns, user_site, user_stack
 from distdiag.sources.dumps.groups import Groups, group_of
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.messages import match
 from distdiag.sources.dumps.scan import Scan
-from distdiag.sources.dumps.times import timeout_s, times_of
+from distdiag.sources.dumps.times import GAP_ENTRIES, GAPS_SEEN, timeout_s, times_of
 from distdiag.terms.operations import synchronizes
 from distdiag.terms.untrusted import short_text
 
@@ -68,12 +68,12 @@ class SnapshotBuilder(Groups):
                 continue
             positions, calls = self.positions[rank], (*self._calls(rank, since), *open_messages[rank])
             sites, visits = self._sites(rank) if looks_back else ({}, Visits())
-            newest = [f.entries[-1] for f in self.chosen[rank] if f.entries]
+            newest = self._newest(rank)
             ranks[rank] = RankState(
                 rank=rank,
                 life=Life.RUNNING,
                 activity="unknown",
-                current_site=user_site(max(newest, key=lambda e: e.created_ns or 0).frames) if newest else None,
+                current_site=user_site(newest.frames) if newest else None,
                 enqueued={g: n for g, (n, _) in positions.items()},
                 completed={g: n for g, (_, n) in positions.items()},
                 calls=tuple(sorted(calls, key=lambda c: c.entered_s or 0.0)),
@@ -176,6 +176,23 @@ class SnapshotBuilder(Groups):
                 call = scan.call(e, self.t0_ns)
                 out[key, seq] = replace(call, op="coalesced") if (key, seq) in out else call
         return list(out.values())
+
+    def _newest(self, rank: int) -> Entry | None:
+        """Return the newest entry of a rank, and note its call, its stack, and how often the rank made it."""
+        ends = [(f.entries[-1], scan) for scan in self.scans[rank] if (f := scan.file).entries]
+        if not ends:
+            return None
+        newest, scan = max(ends, key=lambda x: x[0].created_ns or 0)
+        if not newest.is_p2p:
+            self.report.newest[rank] = scan.call(newest, self.t0_ns)
+        self.report.stacks[rank] = user_stack(newest.frames)
+        times = [
+            t for e in scan.file.entries[-GAP_ENTRIES:]
+            if (e.group, e.profiling_name) == (newest.group, newest.profiling_name) and (t := e.created_ns) is not None
+        ]  # fmt: skip
+        if len(times) > GAPS_SEEN and times[-1] > times[0]:
+            self.report.rates[rank] = (len(times) - 1) * 1e9 / (times[-1] - times[0])
+        return newest
 
     def _sites(self, rank: int) -> tuple[dict[str, int], Visits]:
         """Return the call sites of a rank so far, and when each group first used them."""

@@ -24,6 +24,7 @@ from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load import load
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.running import was_running
+from distdiag.sources.dumps.working import find as still_working
 from distdiag.sources.stacks.calls import Position
 
 LIMITS = guard.Limits()
@@ -91,6 +92,8 @@ def _judge(
             found.append(message)
         elif loaded.late is not None and not running and _late_first(loaded.late, blame):
             found.append(findings.late_rank(loaded.late))
+        elif not running and (working := still_working(snapshot, loaded, blame)) is not None:
+            found.append(findings.still_working(working))
         elif blame.culprits or blame.crossed or blame.circle:
             found.append(findings.stall(running))
         elif not running:
