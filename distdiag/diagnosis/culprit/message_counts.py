@@ -135,7 +135,7 @@ def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, 
         b == due or (a, b) in around for a, b in pairs if a == before
     )
     one_call_each = {_key(c) for c in calls if c.site and c.site.key in made_at} == set(made_at.values())
-    totals = alternate and len(made_at) == 2 and one_call_each
+    totals = alternate and len(made_at) == 2 and one_call_each and made_at.keys() <= sender.sites.keys()
     if totals:
         made, rounds = (sender.sites.get(site, 0) for site in made_at)
         times = max(times, made - rounds - (keys[-1] == before))

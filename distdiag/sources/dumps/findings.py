@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -237,46 +236,6 @@ class Findings:
                 return name
         return ""
 
-    def unmatched_messages(self) -> Finding | None:
-        """Return the finding on unmatched messages; the culprit is the rank with most of them."""
-        calls = [(rank, call) for rank, mine in sorted(self.loaded.unmet.items()) for call in mine]
-        ends = Counter(q for rank, call in calls for q in (rank, call.peer) if q is not None)
-        most = ends.most_common(2)
-        if not most:
-            return None
-        culprits = (most[0][0],) if len(most) == 1 or most[0][1] > most[1][1] else ()
-        members = tuple(sorted(ends))
-        texts = [
-            f"rank {rank}'s {call.op} {'to' if call.op == 'send' else 'from'} rank {call.peer}{at(call.site)}"
-            for rank, call in sorted(calls, key=lambda x: x[0] not in culprits)[:3]
-        ]
-        sites = {rank: call.site for rank, call in reversed(calls)}
-        return UNMATCHED(
-            culprits=culprits,
-            victims=sorted(r for r, state in self.snapshot.ranks.items() if state.calls and r not in culprits),
-            where=(where_at(r, sites.get(r), "waiting" if sites.get(r) else None) for r in culprits or members),
-            evidence=self.evidence(members), calls=", ".join(texts), n=len(texts),
-            group=group_label(self.snapshot, calls[0][1].group),
-        )  # fmt: skip
-
-    def unequal_message(self) -> Finding | None:
-        """Return the finding on a send and its recv of different lengths, each the oldest operation in flight of its rank."""
-        oldest = self.blame.oldest
-        for rank, send in sorted(oldest.items()):
-            peer = send.peer if send.op == "send" else None
-            recv = oldest.get(peer) if peer is not None else None
-            if peer is None or recv is None or (recv.op, recv.peer, recv.group) != ("recv", rank, send.group):
-                continue
-            sent, received = compatible.elements(send), compatible.elements(recv)
-            if sent is None or received is None or sent == received:
-                continue
-            return UNEQUAL(
-                victims=sorted({*self.blame.victims, *self.blame.culprits, rank, peer}), where=self.where((rank, peer)),
-                evidence=self.evidence([rank]), rank=rank, peer=peer, sent=sent, received=received, here=send.site,
-                there=recv.site, group=group_label(self.snapshot, send.group),
-            )  # fmt: skip
-        return None
-
     # -- operations in flight with no rank missing --------------------------------------------------------------------
 
     def in_flight(self) -> Finding:
@@ -433,13 +392,6 @@ CYCLE = _group_cycle(
 CROSSED = _group_cycle("{calls} first: each waits for ranks that run it second", NO_PROGRESS,
     "use the groups in the same order on all ranks that share them")  # fmt: skip
 STALL = _stall("{lack}; {waiters} for {culprits:it|them}{condition}", NO_PROGRESS, "{advice}")
-UNMATCHED = Template(kinds.DEADLOCK, "p2p_cycle",
-    "no matching call for {calls} ({group}), and the other {n:end has|ends have} issued later messages", NO_PROGRESS,
-    "compare peers and tags at both ends of these messages: what one rank sends, the other must receive")  # fmt: skip
-UNEQUAL = Template(kinds.MISMATCH, "shape",
-    "rank {rank} sends {sent:,} elements{here} to rank {peer}, which receives {received:,}{there} ({group}); neither has completed, "
-    "and each is the oldest operation of its rank", NO_PROGRESS,
-    "compare the tensors at both ends: sequence length, batch size, the last batch")  # fmt: skip
 TIMED_OUT = _stall(
     "{what} timed out with no rank missing: a link or a device between these ranks stopped", NO_PROGRESS,
     "check the network and the GPUs of these ranks: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`, "

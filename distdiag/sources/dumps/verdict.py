@@ -17,6 +17,7 @@ from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.graph import build
 from distdiag.errors import DistdiagError
 from distdiag.sources.dumps import culprits as dump_stalls
+from distdiag.sources.dumps import stuck_messages
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.files import find, likely
 from distdiag.sources.dumps.findings import Findings
@@ -87,13 +88,15 @@ def _judge(
     findings = Findings(snapshot, loaded, blame)
     running = was_running(loaded, blame)
     if not found:
-        message = None if running else findings.unmatched_messages() or findings.unequal_message()
+        message = None if running else stuck_messages.unmatched(findings) or stuck_messages.unequal(findings)
         if message is not None:
             found.append(message)
         elif loaded.late is not None and not running and _late_first(loaded.late, blame):
             found.append(findings.late_rank(loaded.late))
         elif not running and (working := still_working(snapshot, loaded, blame)) is not None:
             found.append(findings.still_working(working))
+        elif not running and (message := stuck_messages.missing(findings, graph, source)) is not None:
+            found.append(message)
         elif blame.culprits or blame.crossed or blame.circle:
             found.append(findings.stall(running))
         elif not running:
