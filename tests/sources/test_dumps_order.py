@@ -320,3 +320,41 @@ def test_a_stage_that_has_not_passed_on_a_message_is_named(tmp_path: Path) -> No
     (f,) = errors(diagnose(tmp_path, job))
     assert summary(f) == ("deadlock", "missing_rank", (1,))
     assert "rank 1 left out its send" in f.message
+
+
+def logged(left_out_by: int = -1, more: int = 0) -> Job:
+    """Let five ranks average two buckets, without frames as DDP's, then sum a counter; one may leave out its last counter and go on."""
+    job = Job(5)
+    for i in range(12):
+        for r in range(5):
+            last = i == 11
+            for size in (4096, 70_000):
+                job.issue(r, "all_reduce", "0", True, shape=(size,))
+                job.ranks[r].entries[-1]["frames"] = []
+            if not (last and r == left_out_by):
+                job.issue(r, "all_reduce", "0", not last, shape=(3,), line=27)
+        job.now_ns += SECOND_NS
+    for size in (4096, 70_000)[: more if left_out_by >= 0 else 0]:
+        job.issue(left_out_by, "all_reduce", "0", False, shape=(size,))
+        job.ranks[left_out_by].entries[-1]["frames"] = []
+    return job
+
+
+def test_a_call_left_out_before_another_of_its_kind_is_not_a_wrong_size(tmp_path: Path) -> None:
+    """The rank's next call meets the one that it left out; it waits in that, though its newest call is a later one with a line."""
+    job = logged(left_out_by=3, more=2)
+    job.issue(3, "all_reduce", "0", False, shape=(3,), line=27)
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "shape", (3,))
+    assert f.message.startswith("rank 3 left out all_reduce (train.py:27); rank 3 is in all_reduce of 4,096 elements")
+    assert f.advice.startswith("find what led rank 3 past all_reduce (train.py:27)") and "compare" not in f.advice
+    assert [(w.rank, w.line) for w in f.where] == [(3, None)]
+    assert [(w.rank, w.line) for w in f.waiting] == [(r, 27) for r in (0, 1, 2, 4)]
+
+
+def test_another_size_at_the_same_line_is_nothing_left_out(tmp_path: Path) -> None:
+    job = logged()
+    for r in range(5):
+        job.ranks[r].entries[-1]["input_sizes"] = [[7 if r == 3 else 3]]
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "shape", (3,)) and "left out" not in f.message + f.advice

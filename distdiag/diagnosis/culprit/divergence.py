@@ -8,6 +8,7 @@ sides, so it predicts: of the two events, the one that followed the longer equal
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
@@ -17,11 +18,12 @@ from distdiag.diagnosis.culprit.callers import equal_start
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.text.phrases import at, count
+from distdiag.diagnosis.text.phrases import at, count, op_at
 from distdiag.diagnosis.waits import compatible, messages
 
 NEVER = -1  # depth of an event that never happened before
 LEAST = 8  # events by which the contexts of the due event are longer, in all: varying orders agree by chance for a few
+ROUNDS = 4  # in which one event followed another, at least
 STEP, COUNTED = ("step",), ("counted",)
 _ARGUMENTS = ("", "", "roots", "dtypes", "sizes")  # of a collective's event
 
@@ -50,11 +52,13 @@ class Departure:
     Attributes:
         made: Its call; None: it ended a step, or is in DDP.
         due: The event that was due, of the other rank; None in the same way.
+        left_out: True if its event has always followed the due one: it left that out and went on.
     """
 
     rank: int
     made: Call | None
     due: Call | None
+    left_out: bool = False
 
 
 def history(state: RankState, here: Call | None, groups: Collection[str]) -> History:
@@ -150,7 +154,13 @@ def departure(first: History, second: History) -> Departure | None:
         return None
     if other == NEVER and odd.events[k][1:2] != right.events[n][1:2] and _earlier(odd, k):
         return None
-    return Departure(odd.state.rank, made, right.calls[n])
+    return Departure(odd.state.rank, made, right.calls[n], _followed(odd, k, right.events[n]))
+
+
+def _followed(odd: History, k: int, due: Event) -> bool:
+    """True if the event `k` of a history has followed each earlier `due` event, and often enough."""
+    after = [then for event, then in itertools.pairwise(odd.events[:k]) if event == due]
+    return len(after) >= ROUNDS and set(after) == {odd.events[k]}
 
 
 def _may_be_due(state: RankState, made: Call, other: RankState, due: Call | None) -> bool:
@@ -237,7 +247,14 @@ def accuse(case: Case) -> Testimony | None:
         text = (
             f"; all ranks had passed the same {argument(first)} there in the same order; here {rank_list(side)} did not"
         )
-    return Testimony(ranks=tuple(side), text=text)
+    if not first.left_out or first.due is None or case.wait.conflict != "shape":
+        return Testimony(ranks=tuple(side), text=text)
+    who, call = rank_list(side), op_at(first.due)
+    return Testimony(
+        ranks=tuple(side), head=f"{who} left out {call}", text=f"{text}, and has always followed it",
+        advice=f"find what led {who} past {call} in this round: a condition, an exception, an early return; the sizes differ only because "
+        "its next call met that one",
+    )  # fmt: skip
 
 
 def argument(found: Departure) -> str:

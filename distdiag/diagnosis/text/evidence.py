@@ -53,9 +53,13 @@ def reason_text(verdict: Verdict) -> str:
 
 
 def advice(verdict: Verdict) -> str:
-    """Return what the evidence advises; empty if nothing does. The source is more exact than the rhythm of calls."""
+    """Return what the evidence advises; empty if nothing does. The source is more exact than the rhythm or the order of calls."""
     advised = [testimony for testimony in verdict.evidence if testimony.advice]
-    return min(advised, key=lambda testimony: testimony.name is Reason.RHYTHM).advice if advised else ""
+    return (
+        min(advised, key=lambda testimony: testimony.name in (Reason.RHYTHM, Reason.DIVERGENCE)).advice
+        if advised
+        else ""
+    )
 
 
 def _shown(verdict: Verdict) -> Sequence[Testimony]:

@@ -103,6 +103,14 @@ def where_of_ranks(
         state = snapshot.ranks.get(r)
         call = calls[r][1] if r in calls else None
         first = where_of(state, r, call)
+        if (
+            snapshot.source == "dumps"
+            and call is not None
+            and call.site is None
+            and state is not None
+            and not state.user_stack
+        ):
+            first = where_at(r, None, "waiting")  # its newest entry is of a later call
         made = call or (state.blocked if state is not None else None)
         callers = made.site.path[1:] if made is not None and made.site is not None else ()
         out += [first, *(where_at(r, caller, first.state) for caller in callers)]
