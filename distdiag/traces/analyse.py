@@ -1,13 +1,14 @@
 """Where the time of each rank goes, by the traces of all ranks over the same steps.
 
 Of one rank, in a window of whole steps: *compute* is the time in which kernels run or, if only the host was traced, operators
-other than communication; *communication* is the time in which at least one collective or message is in flight, its wait for
-late ranks included; *overlap* is the time of both, *exposed* is communication without compute, *idle* is neither: Python, the
-input pipeline, a sleep. *wait* is the part of communication before the last rank of the collective came.
+other than communication and those of the data loader; *data* is a wait for the loader in which nothing else runs; *communication* is the time in which at least one collective or message is in flight, its wait for
+late ranks included; *overlap* is the time of both, *exposed* is communication without compute, *idle* is none of them: Python,
+a sleep. *wait* is the part of communication before the last rank of the collective came.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
@@ -22,6 +23,7 @@ from distdiag.traces.read import Comm, Op, Trace, is_comm_call, is_message
 Key = tuple[str, int, str]  # group, sequence number, operation
 Window = tuple[float, float]
 
+EVER: Window = (-math.inf, math.inf)
 TOP = 12
 CALL_US, ISSUED_US = 20.0, 50_000.0  # between the clocks of a call and its event; between a call and its event
 MATCH_US = 1e6  # between a collective's entry in the flight recorder and its event in the trace
@@ -159,6 +161,7 @@ def rank_times(
     low, high = window
     comm = union(((c.start, c.end) for c in trace.comms), low, high)
     busy = union([*compute, *comm], low, high)
+    data_us = length(without(union(trace.loads, low, high), busy))
     waits = []
     for last, of_rank in shared:
         own = of_rank.get(rank)
@@ -174,7 +177,8 @@ def rank_times(
         overlap_ms=max(0.0, comm_us - exposed_us) / per,
         exposed_ms=exposed_us / per,
         wait_ms=length(union(waits, low, high)) / per if shared else None,
-        idle_ms=(high - low - length(busy)) / per,
+        idle_ms=(high - low - length(busy) - data_us) / per,
+        data_ms=data_us / per,
         operators=operators_of(trace, window, steps)[:TOP],
     )
 
@@ -187,7 +191,10 @@ def compute_of(trace: Trace, window: Window) -> Spans:
     if trace.device:
         return union(trace.device, low, high)
     calls = union(((o.start, o.end) for o in trace.ops if is_comm_call(o.name)), low, high)
-    return without(union(((o.start, o.end) for o in trace.ops), low, high), calls)
+    other = union(
+        [*calls, *trace.loads], low, high
+    )  # what a loader without workers runs is no computation of the model
+    return without(union(((o.start, o.end) for o in trace.ops), low, high), other)
 
 
 def operators_of(trace: Trace, window: Window, steps: int) -> list[Operator]:
@@ -241,13 +248,13 @@ def collective_times(collectives: Mapping[Key, Mapping[int, Comm]], steps: int) 
 
     Skew is from the first arrival to the last, transfer from the last arrival to the last end.
     """
-    kinds: dict[tuple[str, str], list[tuple[float, float, int, int | None]]] = defaultdict(list)
+    kinds: dict[tuple[str, str], list[tuple[Window, Window, int, int | None]]] = defaultdict(list)
     for (group, _, op), of_rank in collectives.items():
         late = last_rank(of_rank)
         came, first = of_rank[late].start, min(c.start for c in of_rank.values())
         end = max(c.end for c in of_rank.values())
         sizes = [c.bytes for c in of_rank.values() if c.bytes is not None]
-        kinds[op, group].append((came - first, end - came, late, max(sizes, default=None)))
+        kinds[op, group].append(((first, came), (came, max(came, end)), late, max(sizes, default=None)))
     out = []
     for (op, group), of_kind in kinds.items():
         lates = [late for _, _, late, _ in of_kind]
@@ -259,8 +266,8 @@ def collective_times(collectives: Mapping[Key, Mapping[int, Comm]], steps: int) 
                 group=group or None,
                 per_step=round(len(of_kind) / steps, 2),
                 bytes_per_step=sum(bytes_) / steps if len(bytes_) == len(of_kind) else None,
-                skew_ms=sum(x[0] for x in of_kind) / 1e3 / steps,
-                transfer_ms=sum(max(0.0, x[1]) for x in of_kind) / 1e3 / steps,
+                skew_ms=length(union((x[0] for x in of_kind), *EVER)) / 1e3 / steps,
+                transfer_ms=length(union((x[1] for x in of_kind), *EVER)) / 1e3 / steps,
                 late_rank=late,
                 late_share=lates.count(late) / len(lates),
             )

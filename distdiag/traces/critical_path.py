@@ -37,6 +37,7 @@ class _Rank:
     compute: Spans
     busy: Coverage  # by `compute`
     other: Coverage  # communication that is in `passed` of no rank and that compute does not hide
+    data: Coverage  # waits for the data loader outside of all these
     passed: list[_Passed] = field(default_factory=list)  # ascending by their end
     exposed: Spans = field(default_factory=list)
 
@@ -45,6 +46,7 @@ def critical_path(
     collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
     computes: Mapping[int, Spans],
     unmatched: Mapping[int, Spans],
+    loads: Mapping[int, Spans],
     windows: Mapping[int, tuple[float, float]],
     steps: int,
 ) -> CriticalPath | None:
@@ -52,12 +54,13 @@ def critical_path(
 
     Args:
         collectives: As `analyse.joined` returns them.
-        computes, unmatched, windows: By rank: its compute, its communication that is not in `collectives`, and its steps.
+        computes, unmatched, loads, windows: By rank: its compute, its communication that is not in `collectives`, its waits for
+            the data loader, and its steps.
     """
     if not collectives:
         return None
-    ranks = _ranks(collectives, computes, unmatched, windows)
-    own = {q: [0.0, 0.0, 0.0] for q in ranks}  # compute, idle, unmatched communication
+    ranks = _ranks(collectives, computes, unmatched, loads, windows)
+    own = {q: [0.0, 0.0, 0.0, 0.0] for q in ranks}  # compute, idle, data, unmatched communication
     rank = max(windows, key=lambda q: windows[q][1])
     at = end = windows[rank][1]
     transfer_us, came = 0.0, False
@@ -66,8 +69,8 @@ def critical_path(
         before = _queued_behind(r, at) if came else None
         since, cause = before or _waited_for(r, at)
         since = min(since, at)
-        busy, other = r.busy.within(since, at), r.other.within(since, at)
-        for i, us in enumerate((busy, at - since - busy - other, other)):
+        busy, other, data = (x.within(since, at) for x in (r.busy, r.other, r.data))
+        for i, us in enumerate((busy, at - since - busy - other - data, data, other)):
             own[rank][i] += us
         at = since
         if cause is None:
@@ -77,14 +80,14 @@ def critical_path(
         at, rank, came = min(at, until), cause.last_rank, True
     per = 1e3 * steps
     parts = [
-        PathTime(rank=q, compute_ms=c / per, idle_ms=i / per, unmatched_ms=u / per)
-        for q, (c, i, u) in own.items()
-        if c + i + u > 0
+        PathTime(rank=q, compute_ms=c / per, idle_ms=i / per, data_ms=d / per, unmatched_ms=u / per)
+        for q, (c, i, d, u) in own.items()
+        if c + i + d + u > 0
     ]
     return CriticalPath(
         step_ms=(end - at) / per,
         transfer_ms=transfer_us / per,
-        ranks=sorted(parts, key=lambda r: -(r.compute_ms + r.idle_ms + r.unmatched_ms)),
+        ranks=sorted(parts, key=lambda r: -(r.compute_ms + r.idle_ms + r.data_ms + r.unmatched_ms)),
     )
 
 
@@ -92,13 +95,15 @@ def _ranks(
     collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
     computes: Mapping[int, Spans],
     unmatched: Mapping[int, Spans],
+    loads: Mapping[int, Spans],
     windows: Mapping[int, tuple[float, float]],
 ) -> dict[int, _Rank]:
     """Return what each rank computed and waited for."""
-    ranks = {
-        q: _Rank(low, computes[q], Coverage(computes[q]), Coverage(without(unmatched[q], computes[q])))
-        for q, (low, _) in windows.items()
-    }
+    ranks = {}
+    for q, (low, high) in windows.items():
+        other = without(unmatched[q], computes[q])
+        data = without(without(union(loads[q], low, high), computes[q]), other)
+        ranks[q] = _Rank(low, computes[q], Coverage(computes[q]), Coverage(other), Coverage(data))
     for of_rank in collectives.values():
         last = last_rank(of_rank)
         for q, c in of_rank.items():

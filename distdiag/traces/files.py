@@ -14,8 +14,9 @@ from distdiag.terms.untrusted import is_rank
 from distdiag.traces import analyse
 from distdiag.traces.merge import MERGED
 from distdiag.traces.model import Missing, Profile
-from distdiag.traces.profile import Recorded, profile_of
+from distdiag.traces.profile import profile_of
 from distdiag.traces.read import BadTrace, Trace, read
+from distdiag.traces.recorded import Recorded
 
 MAX_FILES = 4_096
 HEAD_BYTES = 64 << 10
@@ -94,7 +95,7 @@ def _judged(name: str, paths: Sequence[Path], announce: guard.Announce, refused:
     announce(guard.TOGETHER, total)
     found, *_ = profile_of(name, 0, recorded, _absent(recorded), None)
     world = max((r.trace.world_size or 0 for r in recorded.values()), default=0)
-    if world > len(recorded) + len(found.missing):
+    if world > len(recorded):
         notes.append(f"traces of {len(recorded)} of {world:,} ranks: what the others did is not known")
     if unmarked:
         notes.append("no ProfilerStep in a trace (prof.step() in the script): the whole trace counts as one step")
@@ -129,5 +130,6 @@ def _boundaries(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _absent(recorded: dict[int, Recorded]) -> list[Missing]:
-    gaps = sorted(set(range(max(recorded) + 1)) - set(recorded)) if max(recorded) < MAX_FILES else []
-    return [Missing(rank=q, reason="no trace of it was given") for q in gaps[:64]]
+    world = max([max(recorded) + 1, *(r.trace.world_size or 0 for r in recorded.values())])
+    gaps = sorted(set(range(min(world, MAX_FILES))) - set(recorded))
+    return [Missing(rank=q, reason="no usable trace") for q in gaps]

@@ -34,6 +34,7 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     exposed_ms: float
     wait_ms: float | None
     idle_ms: float
+    data_ms: float = 0.0  # waits for the data loader, in which nothing else runs
     operators: list[Operator]
     lines: list[LineTime] = []
     rss_peak_bytes: int | None = None
@@ -48,7 +49,7 @@ def parts_of(r: RankTimes) -> dict[str, float]:
     wait = min(r.wait_ms or 0.0, r.exposed_ms)
     return {
         "compute": r.compute_ms - r.overlap_ms, "hidden": r.overlap_ms, "transfer": r.exposed_ms - wait, "wait": wait,
-        "idle": r.idle_ms,
+        "idle": r.idle_ms + r.data_ms,
     }  # fmt: skip
 
 
@@ -59,7 +60,7 @@ class CollectiveTimes(msgspec.Struct, frozen=True, kw_only=True):
     group: str | None
     per_step: float
     bytes_per_step: float | None
-    skew_ms: float
+    skew_ms: float  # in which a rank waits for a later one; calls that overlap count once, as in the next
     transfer_ms: float
     late_rank: int
     late_share: float
@@ -80,6 +81,7 @@ class PathTime(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     compute_ms: float
     idle_ms: float
+    data_ms: float = 0.0
     unmatched_ms: float = 0.0  # communication of which no other rank's part is known: wait or transfer
 
 
@@ -127,6 +129,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     ranks: list[RankTimes]
     missing: list[Missing]
     verdict: str | None  # the rank that the others wait for, and why; else communication that every rank waits for
+    advice: str | None = None  # what to do about it
+    partial: bool = False  # ranks of the job are not in it: what is not hidden may be waiting for them
     collectives: list[CollectiveTimes]
     modules: list[ModuleTimes] = []
     critical_path: CriticalPath | None = None  # None: ranks share no collective or message whose times are known

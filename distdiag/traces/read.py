@@ -48,6 +48,7 @@ class _Args(msgspec.Struct, gc=False):
     src: Any = msgspec.field(default=None, name="Src Rank")
     dst: Any = msgspec.field(default=None, name="Dst Rank")
     number: Any = msgspec.field(default=None, name="Sequence number")  # of autograd
+    device: Any = None
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -64,6 +65,8 @@ class _File(msgspec.Struct):
     traceEvents: list[_Event]
     baseTimeNanoseconds: int = 0
     distributedInfo: Any = None
+    host_name: Any = None
+    deviceProperties: Any = None
 
 
 @dataclass(slots=True)
@@ -115,7 +118,8 @@ class Trace:
         base_ns: Wall clock of time 0; 0 if not in the file.
         device: (start, end) of kernels and copies that compute; empty if only the host was traced.
         marks: ProfilerStep annotations: (number, start, end).
-        loads: (start, end) of waits for the data loader.
+        loads: (start, end) of waits for the data loader; `own_loads` if the training process itself loads (num_workers=0).
+        where: Its host and device, as `gpu-7, GPU 3 (NVIDIA A100)`; empty if not in the file.
         compute, operators, kernels: Taken from `ops` and `device` by `analyse.condense`, which empties both.
     """
 
@@ -126,6 +130,8 @@ class Trace:
     device: list[tuple[float, float]] = field(default_factory=list)
     marks: list[tuple[int, float, float]] = field(default_factory=list)
     loads: list[tuple[float, float]] = field(default_factory=list)
+    own_loads: bool = False
+    where: str = ""
     compute: list[tuple[float, float]] | None = None
     operators: list[Operator] | None = None
     kernels: tuple[float, float] | None = None
@@ -201,7 +207,20 @@ def parse(data: bytes) -> Trace:
     world = info.get("world_size")
     trace.world_size = world if is_rank(world) else None
     _sort(trace, found.traceEvents)
+    trace.where = _where(found)
     return trace
+
+
+def _where(found: _File) -> str:
+    """Return the host and the device of a trace, as far as it names them."""
+    kernels = (e.args.device for e in found.traceEvents if e.cat == "kernel" and e.args is not None)
+    number = next((n for n in kernels if type(n) is int), None)
+    listed = found.deviceProperties if isinstance(found.deviceProperties, list) else []
+    names = [d.get("name") for d in listed if isinstance(d, dict) and d.get("id") == number]
+    model = f" ({text})" if names and (text := short_text(names[0])[:60]) else ""
+    return ", ".join(
+        x for x in (short_text(found.host_name)[:60], f"GPU {number}{model}" if number is not None else "") if x
+    )
 
 
 def _sort(trace: Trace, events: Iterable[_Event]) -> None:
@@ -229,6 +248,7 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
                 trace.marks.append((int(e.name[13:]), e.ts, end))
             elif e.name.startswith("enumerate(DataLoader)"):
                 trace.loads.append((e.ts, end))
+                trace.own_loads = trace.own_loads or "_SingleProcess" in e.name
         if e.cat in ("user_annotation", "gpu_user_annotation"):
             if (m := _FSDP.fullmatch(e.name)) is not None:
                 marks.append(Mark(m[1] or ROOT, e.ts, end, e.tid))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.tables import table, wrapped
 from distdiag.terms.units import MISSING, percent, size_text
 from distdiag.terms.untrusted import visible
@@ -21,7 +22,9 @@ def ms_text(value: float | None) -> str:
 
 def lines(p: Profile) -> list[str]:
     """Return the profile as lines of plain text; times are ms per step."""
-    out = [*wrapped(p.verdict), ""] if p.verdict else []
+    out = wrapped(p.verdict) if p.verdict else []
+    out += wrapped(p.advice, head="  do  ") if p.advice else []
+    out += [""] if out else []
     if p.ranks:
         last = (p.first_step or 0) + p.steps - 1
         steps = f"step {p.first_step}, ms" if p.steps == 1 else f"steps {p.first_step} to {last}, ms per step"
@@ -30,9 +33,9 @@ def lines(p: Profile) -> list[str]:
     if p.comparison is not None:
         out += ["", *_compared(p.comparison)]
     if p.critical_path is not None and p.critical_path.step_ms > 0:
-        out += ["", *wrapped(path_text(p.critical_path))]
+        out += ["", *wrapped(path_text(p.critical_path, p.partial))]
     if p.collectives:
-        out += ["", *table([_COLLECTIVE_HEAD, *map(_collective, p.collectives[:TOP])], left=(0, 1))]
+        out += ["", *table([_collective_head(p.partial), *map(_collective, p.collectives[:TOP])], left=(0, 1))]
     if p.modules:
         out += ["", *table([_MODULE_HEAD, *map(_module, p.modules[:TOP])])]
     for r in p.ranks if p.comparison is None else ():
@@ -52,7 +55,11 @@ def lines(p: Profile) -> list[str]:
                 "in which the script mostly waits"
             ),
         ]
-    notes = [f"rank {m.rank}: no profile: {m.reason}" for m in p.missing] + [f"note: {n}" for n in p.notes]
+    reasons: dict[str, list[int]] = {}
+    for m in p.missing:
+        reasons.setdefault(m.reason, []).append(m.rank)
+    notes = [f"rank{'s' * (len(qs) > 1)} {fold_ranks(qs)}: no profile: {why}" for why, qs in reasons.items()]
+    notes += [f"note: {n}" for n in p.notes]
     return out + [line for note in notes for line in wrapped(note)]
 
 
@@ -61,16 +68,18 @@ def place(file: str, line: int, function: str) -> str:
     return visible(f"{os.path.basename(file)}:{line} {function}")
 
 
-_HEAD = ("rank", "step", "compute", "comm", "overlap", "exposed", "waits for ranks", "idle", "memory peak")
+_HEAD = ("rank", "step", "compute", "comm", "overlap", "exposed", "waits for ranks", "data", "idle", "memory peak")
 
 
 def _times(r: RankTimes) -> tuple[str, ...]:
-    times = (r.step_ms, r.compute_ms, r.comm_ms, r.overlap_ms, r.exposed_ms, r.wait_ms, r.idle_ms)
+    times = (r.step_ms, r.compute_ms, r.comm_ms, r.overlap_ms, r.exposed_ms, r.wait_ms, r.data_ms, r.idle_ms)
     memory = r.device_peak_bytes if r.device_peak_bytes is not None else r.rss_peak_bytes
     return (str(r.rank), *map(ms_text, times), size_text(memory))
 
 
-_COLLECTIVE_HEAD = ("collective", "group", "per step", "bytes", "skew ms", "transfer ms", "arrives last")
+def _collective_head(partial: bool) -> tuple[str, ...]:
+    transfer = "transfer or wait ms" if partial else "transfer ms"
+    return ("collective", "group", "per step", "bytes", "skew ms", transfer, "arrives last")
 
 
 def _collective(c: CollectiveTimes) -> tuple[str, ...]:
@@ -93,12 +102,17 @@ def _module(m: ModuleTimes) -> tuple[str, ...]:
     return visible(m.module)[-NAME:], f"{m.per_step:g}", ms_text(m.comm_ms), ms_text(m.exposed_ms)
 
 
-def path_text(p: CriticalPath) -> str:
-    """Return the critical path in one line: what sets the length of a step, largest first."""
+def path_text(p: CriticalPath, partial: bool = False) -> str:
+    """Return the critical path in one line: what sets the length of a step, largest first.
+
+    Args:
+        partial: Ranks of the job have no trace.
+    """
     parts = [(r.compute_ms, f"compute of rank {r.rank}") for r in p.ranks]
     parts += [(r.idle_ms, f"rank {r.rank} idle") for r in p.ranks]
     parts += [(r.unmatched_ms, f"unmatched communication of rank {r.rank}") for r in p.ranks]
-    parts.append((p.transfer_ms, "transfers"))
+    parts += [(r.data_ms, f"data loading of rank {r.rank}") for r in p.ranks]
+    parts.append((p.transfer_ms, "transfers, or waits for ranks without a trace," if partial else "transfers"))
     parts = sorted((x for x in parts if x[0] >= LEAST_SHARE * p.step_ms), key=lambda x: -x[0])
     shown = ", ".join(f"{name} {ms_text(ms)} ({percent(ms / p.step_ms)})" for ms, name in parts[:PARTS])
     return f"critical path, {ms_text(p.step_ms)} ms per step: {shown}"

@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from distdiag.cli import main
+from distdiag.traces import text
 from distdiag.traces.files import diagnose, find
 from tests.jobs import REPOSITORY
 from tests.traces.test_traces import BASE_NS, op
@@ -29,14 +30,14 @@ def write_rank(folder: Path, rank: int, late_us: float = 0.0, clock_us: float = 
             op("ncclDevKernel_AllReduce", t + 350 + late_us, t + 900, tid=20, cat="kernel", dtype="Float", **named),
         ]
     path = folder / (name or f"host{rank}_pid.pt.trace.json.gz")
-    text = {
+    content = {
         "schemaVersion": 1,
         "deviceProperties": [],
         "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": 3},
         "baseTimeNanoseconds": BASE_NS,
         "traceEvents": events,
     }
-    path.write_bytes(gzip.compress(json.dumps(text).encode()))
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
     return path
 
 
@@ -130,9 +131,10 @@ def test_a_late_rank_is_named_with_what_takes_it_longer(tmp_path: Path, loads: b
                 name = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
                 whole["traceEvents"].append(op(name, e["ts"], e["ts"] + slow, cat="user_annotation"))
         path.write_bytes(gzip.compress(json.dumps(whole).encode()))
-    verdict = diagnose("traces", find([str(tmp_path)])).verdict
+    found = diagnose("traces", find([str(tmp_path)]))
     why = "its data loader takes 0.30 ms per step" if loads else "it computes for 0.60 ms per step"
-    assert verdict is not None and verdict.startswith("rank 1 comes last") and why in verdict
+    assert found.verdict is not None and found.verdict.startswith("rank 1 comes last") and why in found.verdict
+    assert found.advice is not None and ("num_workers=0" in found.advice) is loads
 
 
 @pytest.mark.parametrize(
@@ -142,20 +144,86 @@ def test_a_late_rank_runs_more_kernels_or_longer_ones(tmp_path: Path, more: bool
     for rank in range(3):
         path = write_rank(tmp_path, rank, late_us=300.0 * (rank == 1))
         whole = json.loads(gzip.decompress(path.read_bytes()))
+        whole |= {"host_name": f"node-{rank}", "deviceProperties": [{"id": 5, "name": "Made-Up 9"}]}
+        for e in whole["traceEvents"]:
+            e["args"]["device"] = 5
         for e in [e for e in whole["traceEvents"] if e["name"] == "gemm" and more and rank == 1]:
             e["dur"] /= 2
             whole["traceEvents"].append(e | {"ts": e["ts"] + e["dur"]})
         path.write_bytes(gzip.compress(json.dumps(whole).encode()))
-    verdict = diagnose("traces", find([str(tmp_path)])).verdict
-    assert verdict is not None and why in verdict
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict is not None and why in found.verdict
+    assert found.advice is not None and ("a larger batch" if more else "node-1, GPU 5 (Made-Up 9)") in found.advice
 
 
 def test_waits_for_ranks_without_a_trace_are_not_called_transfers(tmp_path: Path) -> None:
     for rank in range(2):
-        write_rank(tmp_path, rank)
+        path = write_rank(tmp_path, rank)
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        whole["distributedInfo"]["world_size"] = 7
+        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
     found = diagnose("traces", find([str(tmp_path)]))
-    assert found.verdict is not None and ", or waiting for the ranks without a trace," in found.verdict
-    assert "transfers include waits for the ranks without a trace" in found.notes
+    assert (
+        found.partial and found.verdict is not None and ", or waiting for the ranks without a trace," in found.verdict
+    )
+    assert (
+        found.advice == "trace ranks 2-6, too: the late rank may be one of them" and "no transfer" not in found.verdict
+    )
+    shown = "\n".join(text.lines(found))
+    assert "transfers, or waits for ranks without a trace" in shown and "transfer or wait ms" in shown
+    assert "ranks 2-6: no profile" in shown
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_collective_that_takes_longer_than_a_larger_one_waits_for_a_rank_without_a_trace(
+    waits: bool, tmp_path: Path
+) -> None:
+    """Each step has a small and a large one; the small one takes 300 µs where it waits, else a part of the large one's 100 µs."""
+    for rank in (1, 4):
+        path = write_rank(tmp_path, rank)
+        whole = json.loads(gzip.decompress(path.read_bytes()))
+        whole["distributedInfo"]["world_size"] = 5
+        for e in [e for e in whole["traceEvents"] if e["name"].startswith("nccl")]:
+            small = 300.0 if waits else 50.0
+            e["ts"], e["dur"], e["args"]["Seq"] = e["ts"], small, 2 * e["args"]["Seq"]
+            seq = {"Seq": e["args"]["Seq"] + 1, "In msg nelems": 9000}
+            later = e | {"ts": e["ts"] + small, "dur": 100.0 if waits else 500.0, "args": e["args"] | seq}
+            whole["traceEvents"].append(later)
+        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
+    verdict = diagnose("traces", find([str(tmp_path)])).verdict
+    assert verdict is not None and ("about 0.20 ms of it is no transfer" in verdict) is waits
+
+
+def test_what_the_training_process_loads_itself_is_no_computation(tmp_path: Path) -> None:
+    """Only the host was traced; the operators of the loader run in the training thread, and two collectives wait at the same time."""
+    for rank in range(2):
+        load = 600.0 if rank else 10.0
+        events = []
+        for step in range(4):
+            t = step * 1000.0
+            events += [
+                op(f"ProfilerStep#{step + 2}", t, t + 1000, cat="user_annotation"),
+                op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", t, t + load, cat="user_annotation"),
+                op("aten::stft", t + 5, t + load - 5),
+                op("aten::mm", t + load, t + load + 200),
+                *(
+                    op("gloo:all_reduce", t + load + 200 + n, t + 950 + n, tid=3 + n, cat="user_annotation")
+                    for n in (0, 1)
+                ),
+            ]
+        content = {
+            "schemaVersion": 1,
+            "distributedInfo": {"rank": rank, "world_size": 2},
+            "baseTimeNanoseconds": BASE_NS,
+        }
+        (tmp_path / f"r{rank}.json").write_text(json.dumps(content | {"traceEvents": events}))
+    found = diagnose("traces", find([str(tmp_path)]))
+    first, late = found.ranks
+    assert (first.compute_ms, late.compute_ms, late.data_ms) == pytest.approx((0.2, 0.2, 0.6))
+    assert sum(r.compute_ms + r.exposed_ms + r.data_ms + r.idle_ms for r in found.ranks) == pytest.approx(2.0)
+    assert "data loading of rank 1 0.60 (6" in "\n".join(text.lines(found))
+    (reduce,) = found.collectives
+    assert reduce.skew_ms == pytest.approx(0.591, abs=0.002)
 
 
 def test_steps_that_only_some_ranks_recorded_are_a_note(tmp_path: Path) -> None:
@@ -180,7 +248,7 @@ def test_the_command_prints_tables_or_one_valid_object(
     assert main(["diagnose", str(tmp_path)]) == 0
     shown = capfd.readouterr().out
     assert shown.startswith("of the 2 ranks with a trace, of 3, rank 2 comes last")
-    assert "rank 1: no profile: no trace of it was given" in shown
+    assert "rank 1: no profile: no usable trace" in shown
     assert "note: rank_1.json is no Kineto trace" in shown
     assert main(["diagnose", str(tmp_path), "--json"]) == 0
     printed = json.loads(capfd.readouterr().out)

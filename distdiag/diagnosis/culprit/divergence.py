@@ -238,7 +238,8 @@ def accuse(case: Case) -> Testimony | None:
         return None
     ((side, first),) = found
     made, due = (_word(call) for call in (first.made, first.due))
-    if made == due:  # one line, in a wrapper for all calls: the arguments differ
+    same = made == due
+    if same:  # one line, in a wrapper for all calls: the arguments differ
         sizes = (compatible.elements(call) if call is not None else None for call in (first.made, first.due))
         made, due = (f"{made} of {count(n, 'element')}" if n is not None else made for n in sizes)
     did = "made an optimizer step" if first.made is None else f"made {made}"
@@ -249,7 +250,8 @@ def accuse(case: Case) -> Testimony | None:
         )
     if not first.left_out or first.due is None or case.wait.conflict != "shape":
         return Testimony(ranks=tuple(side), text=text)
-    who, call = rank_list(side), op_at(first.due)
+    size = compatible.elements(first.due) if same else None
+    who, call = rank_list(side), op_at(first.due) + (f" of {count(size, 'element')}" if size is not None else "")
     return Testimony(
         ranks=tuple(side), head=f"{who} left out {call}", text=f"{text}, and has always followed it",
         advice=f"find what led {who} past {call} in this round: a condition, an exception, an early return; the sizes differ only because "

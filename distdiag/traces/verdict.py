@@ -1,0 +1,192 @@
+"""The verdict on a profile: the rank that the others wait for, and why, or communication that every rank waits for; and what to do."""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from distdiag.terms.ranks import fold_ranks
+from distdiag.terms.units import percent, size_text
+from distdiag.traces import analyse
+from distdiag.traces.analyse import Key, Window
+from distdiag.traces.intervals import length, union
+from distdiag.traces.model import RankTimes
+from distdiag.traces.read import Comm, is_message
+from distdiag.traces.recorded import Recorded
+from distdiag.traces.text import ms_text
+
+LATE_SHARE, LATE_WAIT = 0.6, 0.05  # of all skew, of a step: from here on one rank is named
+LATE_STEPS, LEAST_STEPS = 0.8, 0.3  # share of the steps with a late rank in which it must be the latest; of all steps
+MORE_SHARE = 0.03  # of a step: a part of a late rank's time is named as the reason if it exceeds the others' by this
+COMM_SHARE = 0.3  # of a step, on every rank: from here on exposed communication is named
+_TRACE_TOO = "trace ranks {ranks}, too: the late rank may be one of them"
+_DATA = (
+    "look at how rank {late} loads its data: {workers}, cheaper transforms, faster storage; see why its samples take longer than "
+    "those of the other ranks (`distdiag probe dataloader`)"
+)
+_OWN_LOADS = "its training process loads each batch itself (num_workers=0): give the DataLoader workers"
+_WORKERS = "more workers (num_workers)"
+_SLOWER = (
+    "compare the clocks, power and temperature of rank {late}'s device{where} with another rank's (`nvidia-smi -q -d "
+    "CLOCK,POWER,TEMPERATURE,PERFORMANCE`), then the sizes of their batches"
+)
+_MORE_KERNELS = (
+    "compare what rank {late} computes with the others: a larger batch, longer sequences, more layers or experts"
+)
+_MORE_WORK = "compare the batches of rank {late} with the others', and the CPU cores that it has{where}"
+_IDLE = "see what rank {late}{where} does between its operators: Python, files, a lock (`with_stack=True` in the profiler, or py-spy)"
+_UNKNOWN = "compare the trace of rank {late} with another one in ui.perfetto.dev"
+_COMM = (
+    "let computation hide it: average gradients during the backward (DDP, or async_op=True and a later wait()), accumulate several "
+    "batches in no_sync(), or send less (bf16_compress_hook); `distdiag probe` measures what the network can do"
+)
+
+
+def verdict_of(
+    ranks: Sequence[RankTimes], collectives: Mapping[Key, Mapping[int, Comm]], recorded: Mapping[int, Recorded],
+    windows: Mapping[int, Window], steps: int, world: int,
+) -> tuple[str | None, str | None]:  # fmt: skip
+    """Return the rank that the others wait for, and why, else communication that every rank waits for; and what to do about it."""
+    partial, absent = world > len(ranks), sorted(set(range(world)) - set(recorded))
+    found = _late_rank(collectives, recorded, steps)
+    late, led = found or (-1, 0)
+    most, step = _wait_for(late, collectives, windows, steps), max((r.step_ms for r in ranks), default=0.0)
+    exposed_ms = {r.rank: r.exposed_ms for r in ranks}
+    # a rank that waited as long for messages comes last because of these, as the first stage of a pipeline does
+    gained = max(exposed_ms.values(), default=0.0) - exposed_ms.get(late, 0.0)
+    if min(most, gained) >= LATE_WAIT * step > 0 and found is not None:
+        often = "" if led == steps else f" in {led} of {steps} steps"
+        among = f"of the {len(ranks)} ranks with a trace, of {world:,}, " if partial else ""
+        waited = f"others wait up to {ms_text(most)} ms of a step of {ms_text(step)} ms for it"
+        why, advice = _more(late, ranks, recorded, windows, steps)
+        advice += f"; {_TRACE_TOO.format(ranks=fold_ranks(absent))}" if partial else ""
+        return f"{among}rank {late} comes last to the collectives{often}: {waited}{why}", advice
+    exposed = [(r.exposed_ms - min(r.wait_ms or 0.0, r.exposed_ms), r.step_ms) for r in ranks if r.step_ms > 0]
+    if len(exposed) < 2 or min(ms / step_ms for ms, step_ms in exposed) < COMM_SHARE:
+        return None, None
+    least, step = min(exposed, key=lambda x: x[0] / x[1])
+    others = ", or waiting for the ranks without a trace," if partial else ""
+    text = (
+        f"communication{others} that no computation hides takes at least {percent(least / step)} of a step on every rank: "
+        f"{ms_text(least)} of {ms_text(step)} ms"
+    )
+    if not partial:
+        return text, _COMM
+    return text + _no_transfer(collectives, steps, step), _TRACE_TOO.format(ranks=fold_ranks(absent))
+
+
+def _no_transfer(collectives: Mapping[Key, Mapping[int, Comm]], steps: int, step_ms: float) -> str:
+    """Return how much of the collectives cannot be transfer, as larger ones of their group take less; empty if it is little."""
+    kinds: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+    for (group, _, op), of_rank in collectives.items():
+        size = max((c.bytes or 0 for c in of_rank.values()), default=0)
+        came, end = of_rank[analyse.last_rank(of_rank)].start, max(c.end for c in of_rank.values())
+        if size and not is_message(op):
+            kinds[op, group].append((size, max(0.0, end - came) / 1e3))
+    worst = ("", 0, 0.0, 0.0)  # operation, size, its ms, those of larger ones
+    more_ms = 0.0
+    for (op, _), calls in kinds.items():
+        for size in {size for size, _ in calls}:
+            own = statistics.median(ms for n, ms in calls if n == size)
+            larger = [ms for n, ms in calls if n > size]
+            if larger and (usual := statistics.median(larger)) < own:
+                more_ms += (own - usual) * sum(n == size for n, _ in calls)
+                worst = max(worst, (op, size, own, usual), key=lambda x: x[2] - x[3])
+    if more_ms < LATE_WAIT * step_ms * steps:
+        return ""
+    op, size, own, usual = worst
+    return (
+        f"; about {ms_text(more_ms / steps)} ms of it is no transfer: {op} of {size_text(size)} takes {ms_text(own)} ms, and larger ones "
+        f"{ms_text(usual)} ms, so most likely these ranks wait for one without a trace"
+    )
+
+
+def _wait_for(
+    late: int, collectives: Mapping[Key, Mapping[int, Comm]], windows: Mapping[int, Window], steps: int
+) -> float:
+    """Return how long a rank waits at most for the late one in collectives to which that comes last, in ms per step."""
+    spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for (_, _, op), of_rank in collectives.items():
+        if not is_message(op) and analyse.last_rank(of_rank) == late:
+            for q, c in of_rank.items():
+                spans[q].append((c.start, min(c.end, of_rank[late].start)))
+    return max((length(union(x, *windows[q])) for q, x in spans.items()), default=0.0) / 1e3 / max(1, steps)
+
+
+def _late_rank(
+    collectives: Mapping[Key, Mapping[int, Comm]], recorded: Mapping[int, Recorded], steps: int
+) -> tuple[int, int] | None:
+    """Return the rank that causes most of the skew, and in how many steps; None if others are as often the latest.
+
+    Only steps in which the last arrival costs a share of the step count.
+    """
+    clock = next(iter(recorded.values()), None)
+    ends = [] if clock is None else [clock.trace.us(end) for _, end in clock.boundaries]
+    by_step: dict[int, Counter[int]] = defaultdict(Counter)
+    total: Counter[int] = Counter()
+    for (_, _, op), of_rank in collectives.items():
+        if is_message(op):  # a stage waits for the one before it by design
+            continue
+        late = analyse.last_rank(of_rank)
+        skew = round(of_rank[late].start - min(c.start for c in of_rank.values()))  # µs
+        total[late] += skew
+        step = bisect_left(ends, of_rank[late].start)
+        if 0 < step < len(ends) and skew >= LATE_WAIT * (ends[step] - ends[step - 1]):
+            by_step[step][late] += skew
+    if not total:
+        return None
+    late, most = total.most_common(1)[0]
+    led = sum(late == of_step.most_common(1)[0][0] for of_step in by_step.values())
+    often = led >= max(LATE_STEPS * len(by_step), LEAST_STEPS * steps)
+    return (late, led) if often and led >= min(2, steps) and most >= LATE_SHARE * total.total() else None
+
+
+def _more(
+    late: int, ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int
+) -> tuple[str, str]:
+    """Return what takes the late rank longer than the others: its data loader, its computation, or time in neither; and what to do."""
+    own, trace = next(r for r in ranks if r.rank == late), recorded[late].trace
+    data_ms = {q: length(union(r.trace.loads, *windows[q])) / 1e3 / steps for q, r in recorded.items() if r.trace.loads}
+    kernels = {q: analyse.kernels_of(r.trace, windows[q], steps) for q, r in recorded.items()}
+    slower, computing = _kernels(late, kernels)
+    times = [
+        ("its data loader takes", data_ms, "", _DATA),
+        ("it computes for", {r.rank: r.compute_ms for r in ranks}, slower, computing),
+        ("it neither computes nor communicates for", {r.rank: r.idle_ms + r.data_ms for r in ranks}, "", _IDLE),
+    ]
+    found = []
+    for text, by_rank, end, advice in times:
+        others = [ms for q, ms in by_rank.items() if q != late]
+        if late in by_rank and others:
+            theirs = statistics.median(others)
+            took = f"{ms_text(by_rank[late])} ms per step (median of the others: {ms_text(theirs)} ms)"
+            found.append((by_rank[late] - theirs, f"; {text} {took}{end}", advice))
+    found = [x for x in found if x[0] >= MORE_SHARE * own.step_ms]
+    most = max((more for more, *_ in found), default=0.0)
+    # the loader is named first: a wait for it is also time in which nothing is computed
+    text, advice = next(((text, advice) for more, text, advice in found if more >= 0.8 * most), ("", _UNKNOWN))
+    where, workers = f" ({trace.where})" if trace.where else "", _OWN_LOADS if trace.own_loads else _WORKERS
+    return text, advice.format(late=late, where=where, workers=workers)
+
+
+def _kernels(late: int, of_rank: Mapping[int, tuple[float, float]]) -> tuple[str, str]:
+    """Return whether the late rank runs more kernels than the others, or as many that take longer, and what to do.
+
+    The text is empty without a device.
+    """
+    others = [x for q, x in of_rank.items() if q != late]
+    usual, usual_us = (statistics.median(x[i] for x in others) for i in (0, 1)) if others else (0.0, 0.0)
+    number, us = of_rank[late]
+    if not usual or not usual_us:
+        return "", _MORE_WORK
+    more, longer = number / usual, us / usual_us
+    if more >= 1 + MORE_SHARE:
+        return f", in {more:.2f} times as many kernels", _MORE_KERNELS
+    if more <= 1 - MORE_SHARE or longer < 1 + MORE_SHARE:
+        return "", _MORE_KERNELS
+    return (
+        f", in as many kernels, on average {longer:.2f} times as long: a slower device (clocks, heat), or larger inputs",
+        _SLOWER,
+    )
