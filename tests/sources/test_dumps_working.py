@@ -59,3 +59,16 @@ def test_a_copied_file_or_a_call_of_all_ranks_does_not_show_work(
     """A copy's time is not that of the dump; a thread that also runs on a waiting rank is no progress."""
     f = beam_search(tmp_path, 601, members, copied_s)
     assert summary(f) == ("stall", "unknown", (4, 5)) and "working" not in f.message
+
+
+@pytest.mark.parametrize("after_s", [250, 90_000])
+def test_how_long_ranks_waited_is_bounded_by_the_files_times(after_s: int, tmp_path: Path) -> None:
+    """Files that are a day younger than the timeout allows are copies."""
+    job = trained(Job(7), 30)
+    job.collective(ranks=(0, 1, 2, 3, 5, 6))
+    write(tmp_path, job)
+    for path in tmp_path.iterdir():
+        at = job.now_ns + after_s * SECOND_NS
+        os.utime(path, ns=(at, at))
+    f = only(diagnose_dumps(tmp_path))
+    assert f.culprits == (4,) and ("for 4 min 10 s at most" in f.message) is (after_s == 250)

@@ -114,6 +114,7 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
     if argument == "shape" and isinstance(value, int):
         value = count(value, "element")
     times = "twice" if found.times == 2 else f"{found.times:,} times"
+    times = f"at least {times}" if case.snapshot.source == "dumps" else times  # not all that a dump holds are read
     text = f"; before, {'all ranks' if all_changed else rank_list(ranks)} called it with {value} ({times})"
     last = argument == "shape" and (all_changed or _is_shorter(case.states[ranks[0]], case.wait.calls[ranks[0]]))
     return Testimony(ranks=tuple(ranks), text=text, advice=LAST_BATCH if last else "")

@@ -32,7 +32,11 @@ def group_text(snapshot: Snapshot, name: str) -> str:
     if group is None or not group.ranks or _NUMBER.fullmatch(label) is None:
         return label
     same = sum(g.ranks == group.ranks for g in snapshot.groups.values())
-    return f"the group of {rank_list(group.ranks)}" if same == 1 else f"{label} of {rank_list(group.ranks)}"
+    return (
+        f"the group of {rank_list(group.ranks)}"
+        if same == 1
+        else f"group {label.removeprefix('group ')} of {rank_list(group.ranks)}"
+    )
 
 
 def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where:

@@ -20,8 +20,10 @@ from distdiag.diagnosis.waits.wait import Wait, call_at
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load_report import LoadReport
-from distdiag.sources.dumps.times import written_at_timeout
+from distdiag.sources.dumps.running import MOVING_S
+from distdiag.sources.dumps.times import DUMPED_WITHIN_S, written_at_timeout
 from distdiag.sources.dumps.working import Working
+from distdiag.terms.units import duration
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,25 @@ class Findings:
         return {
             "lack": filled(lack, culprits=culprits, here=here, elsewhere=elsewhere, what=what, theirs=theirs),
             "waiters": filled(waiters, victims=blame.victims),
+            "waited": self._waited(),
             "condition": "".join("; " + filled(text, whose=whose[ranks]) for ranks, text in parts if ranks),
             "advice": filled(advice, who=culprits),
         }
+
+    def _waited(self) -> str:
+        """Return how long ranks had waited at most when their files were written; empty if that is later, as of copies."""
+        since, limit_s, main = self.blame.oldest, self.loaded.timeout_s, self.blame.main
+        waits: list[float] = []
+        for r in self.blame.victims:
+            times, call = self.loaded.times.get(r), since.get(r)
+            if main is None or r not in main.ranks or call is None or call.entered_s is None:
+                continue
+            if times is None or times.written_s is None or times.newest_s is None or times.written_s < times.newest_s:
+                return ""
+            waits.append(times.written_s - call.entered_s)
+        longest = max(waits, default=0.0)
+        known = limit_s is not None and MOVING_S <= longest <= limit_s + DUMPED_WITHIN_S
+        return f", for {duration(longest)} at most, by the files' times" if known else ""
 
     def _queued(self) -> str:
         """Return the oldest operation in flight of the one culprit, if others wait in a later one; else empty."""
@@ -391,7 +409,7 @@ CYCLE = _group_cycle(
     NO_PROGRESS, "let every second rank receive before it sends, or use batch_isend_irecv")  # fmt: skip
 CROSSED = _group_cycle("{calls} first: each waits for ranks that run it second", NO_PROGRESS,
     "use the groups in the same order on all ranks that share them")  # fmt: skip
-STALL = _stall("{lack}; {waiters} for {culprits:it|them}{condition}", NO_PROGRESS, "{advice}")
+STALL = _stall("{lack}; {waiters} for {culprits:it|them}{waited}{condition}", NO_PROGRESS, "{advice}")
 TIMED_OUT = _stall(
     "{what} timed out with no rank missing: a link or a device between these ranks stopped", NO_PROGRESS,
     "check the network and the GPUs of these ranks: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`, "
