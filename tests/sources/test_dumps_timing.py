@@ -341,3 +341,25 @@ def test_a_wait_of_a_second_is_no_hang_if_the_timeout_is_long(
     report = diagnose(tmp_path, job, after_s=waited_s)
     assert quiet(report) is running
     assert report.findings[0].culprits == (2,)
+
+
+def test_a_rank_with_a_damaged_dump_is_not_said_to_have_left_none(tmp_path: Path) -> None:
+    job = trained(Job(5))
+    job.collective(ranks=(0, 1, 2))
+    write(tmp_path, job)
+    (tmp_path / "_dump_3").unlink()
+    cut = tmp_path / "_dump_4"
+    cut.write_bytes(cut.read_bytes()[:500])
+    (f,) = [f for f in diagnose_dumps(tmp_path).findings if f.kind == "rank_lost"]
+    assert f.culprits == (3, 4) and f.message.startswith("rank 3 left no dump: ")
+    assert "; the dump of rank 4 cannot be read; 3 ranks wait" in f.message
+    assert f.advice.startswith("give the dumps of rank 3 and copy the dump of rank 4 again")
+
+
+def test_a_group_that_has_only_a_number_is_called_a_group(tmp_path: Path) -> None:
+    job = trained(Job(5, {"3": ("undefined", (0, 1, 2, 3, 4))}))
+    for r in range(5):
+        for group in ("3", "0") if r == 1 else ("0", "3"):
+            job.issue(r, "all_reduce", group, False)
+            job.now_ns += 1_000
+    assert "(group 3 of ranks 0–4; 4.0 KiB)" in only(diagnose(tmp_path, job)).message

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from distdiag.diagnosis import kinds
@@ -283,101 +282,12 @@ class Findings:
                 return True
         return False
 
-    # -- what is missing ----------------------------------------------------------------------------------------------
-
-    def without_dump(self, decided: bool) -> list[Finding]:
-        """Return findings on every rank without a dump; such a rank is a culprit if another may be waiting for it.
-
-        If another rank is the culprit and only messages wait for this one, it may itself have waited for that rank, as its
-        neighbours in a pipeline do.
-
-        Args:
-            decided: Another finding explains why the job stopped.
-        """
-        blame, loaded = self.blame, self.loaded
-        silent = {r for r in loaded.missing if r in blame.silent}
-        if not decided:  # a dump that cannot be read is listed with its file, in `unreadable`
-            damaged = {r for r in loaded.unreadable if r in blame.silent}
-            blamed = sorted({*loaded.missing, *damaged})
-        else:
-            damaged = set()
-            blamed = sorted(silent) if not _whole_nodes(loaded.missing, self.snapshot.world_size) else []
-        rest = tuple(r for r in loaded.missing if r not in blamed)
-        out = [self._silent(blamed, decided, damaged)] if blamed else []
-        apart = tuple(r for r in loaded.other_runs if r not in blamed)
-        rest = tuple(r for r in rest if r not in apart)
-        if apart:
-            out.append(OTHER_RUN(ranks=apart, why=self._other_runs(apart)))
-        if rest:
-            why = "not given, dead, or stuck outside torch; no dump shows a rank that waits for {ranks:it|them}"
-            if not silent.isdisjoint(rest):
-                why = "whole nodes, whose files were not given, or which are dead"
-            out.append(NOT_GIVEN(ranks=rest, why=filled(why, ranks=rest)))
-        return out
-
-    def _other_runs(self, ranks: Iterable[int]) -> str:
-        return "; ".join(dict.fromkeys(self.loaded.other_runs[r] for r in ranks))
-
-    def _silent(self, blamed: list[int], decided: bool, damaged: Collection[int]) -> Finding:
-        """Return the finding on ranks without a usable dump, for which others may wait."""
-        blame, loaded, world = self.blame, self.loaded, self.snapshot.world_size
-        main = blame.silent_in if decided else blame.main
-        among = sorted(main.ranks) if decided and main is not None else blame.victims
-        waiting = [r for r in among if r not in blamed]
-        inside = [r for r in waiting if main is not None and r in main.ranks]
-        some = "" if len(inside) == len(waiting) else "{inside:#} of them "
-        waits = "; {waiting:#} {waiting:rank waits|ranks wait}, " + some + "in {what}" if waiting else ""
-        apart = [r for r in blamed if r in loaded.other_runs]
-        # most of the job, or whole nodes: their files were not collected, most likely
-        part = bool(apart) or (not decided and (2 * len(blamed) > world or _whole_nodes(tuple(blamed), world)))
-        unread = [] if part else [r for r in blamed if r in damaged]
-        absent = [r for r in blamed if r not in apart and r not in unread]
-        missing = [self._other_runs(apart)] if apart else []
-        missing += [filled(ABSENT if part else LEFT_NONE, ranks=absent)] if absent else []
-        missing += [filled("the dump of {ranks} cannot be read", ranks=unread)] if unread else []
-        give = [f"give the dumps of {rank_list(absent)}, too"] if absent else []
-        give += [f"copy the dump of {rank_list(unread)} again"] if unread else []
-        milder = (decided and main is not None and main.p2p) or (bool(apart) and not waiting)
-        return (PART if part else SILENT)(
-            severity=Severity.WARNING if milder else Severity.ERROR,
-            culprits=() if part else blamed, ranks=blamed, victims=waiting, collective=self.ref(main) if waiting else None,
-            where=() if part else map(Where, blamed), waiting=self.where(waiting),
-            missing="; ".join(missing), give=" and ".join(give), other=" of this run" if apart else ", too", empty=EMPTIED if apart else "",
-            waits=filled(waits, waiting=waiting, inside=inside, what=self.text(main) if main is not None else ""),
-            cost=NO_PROGRESS if waiting else "what these ranks did is not known",
-        )  # fmt: skip
-
-    def unreadable(self, given: Iterable[str | Path]) -> list[Finding]:
-        """Return one finding on the files that should have been dumps."""
-        bad, ranks = self.loaded.bad, self.loaded.unreadable
-        if not bad:
-            return []
-        serious = bool(ranks) or not {str(p) for p in given}.isdisjoint(path for path, _ in bad)
-        shown = "; ".join(f"{path}: {reason}" for path, reason in bad[:6])
-        return [UNREADABLE(
-            severity=Severity.ERROR if serious else Severity.WARNING, n=len(bad),
-            whose=f" ({rank_list(ranks)})" if ranks else "",
-            shown=shown + (f"; and {len(bad) - 6:,} more" if len(bad) > 6 else ""),
-            cost=f"what {rank_list(ranks)} did is not known" if ranks else "", evidence=[path for path, _ in bad[:50]],
-        )]  # fmt: skip
-
 
 def _any_call(w: Wait) -> Call | None:
     """Return the call of one of the ranks in a wait."""
     return next((w.calls[r] for r in w.ranks if r in w.calls), None)
 
 
-def _whole_nodes(missing: tuple[int, ...], world_size: int) -> bool:
-    """True if the ranks without a dump are whole nodes of at least four ranks: their files were not collected, most likely."""
-    return any(
-        world_size % size == 0 and len({r // size for r in missing}) * size == len(missing)
-        for size in range(len(missing), 3, -1)
-    )
-
-
-LEFT_NONE = "{ranks} left no dump: dead, stuck outside torch, or it was not collected"
-ABSENT = "the dumps of {ranks} are not here"
-EMPTIED = ", and empty the folder of dumps before each start"
 _missing_rank = partial(Template, kinds.DEADLOCK, "missing_rank")
 _group_cycle = partial(Template, kinds.DEADLOCK, "group_cycle")
 _stall = partial(Template, kinds.STALL, "unknown")
@@ -418,21 +328,6 @@ IN_FLIGHT = _stall("{what} was in flight with no rank missing: a running job, or
     "none known",
     "take a second set of dumps: if the numbers have not moved, check the network between these ranks",
     severity=Severity.INFO)  # fmt: skip
-SILENT = Template(kinds.RANK_LOST, "silent",
-    "{missing}{waits}", "{cost}",
-    "{give}; if there {ranks:is|are} none, see how the {ranks:process|processes} ended: exit code, `dmesg -T` for oom-kill or Xid, "
-    "the launcher's log")  # fmt: skip
-PART = _stall(
-    "{missing}, so these do not show who is missing{waits}", "{cost}",
-    "give the dumps of {ranks}{other}{empty}; if there are none, see whether those hosts are up: exit code, `dmesg -T`, the launcher's log")  # fmt: skip
-NOT_GIVEN = Template(kinds.RECORDER, "missing_dump",
-    "{ranks} left no dump: {why}", "what {ranks} did is not known",
-    "add the missing files, or see how those processes ended", severity=Severity.WARNING)  # fmt: skip
-OTHER_RUN = Template(kinds.RECORDER, "missing_dump", "{why}", "they show nothing of this run",
-    "leave out these files, and empty the folder of dumps before each start", severity=Severity.WARNING)  # fmt: skip
-UNREADABLE = Template(kinds.RECORDER, "unreadable_dump",
-    "{n:,} {n:file|files} cannot be read as a dump{whose}: {shown}", "{cost}",
-    "copy the file again, or leave it out; nothing in it was executed", proved=True)  # fmt: skip
 # instead of the sentences of a stall or deadlock, if the job was running
 RUNNING: dict[str, Any] = {
     "message": "{on_way} when the dumps were taken: a running job",

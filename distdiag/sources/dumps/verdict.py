@@ -16,8 +16,8 @@ from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.graph import build
 from distdiag.errors import DistdiagError
+from distdiag.sources.dumps import absent, stuck_messages
 from distdiag.sources.dumps import culprits as dump_stalls
-from distdiag.sources.dumps import stuck_messages
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.files import find, likely
 from distdiag.sources.dumps.findings import Findings
@@ -101,8 +101,8 @@ def _judge(
             found.append(findings.stall(running))
         elif not running:
             found += proofs  # cycles: suspected only, and only if no rank is missing
-    found += findings.without_dump(decided=any(f.severity == Severity.ERROR for f in found))
-    found += findings.unreadable(given)
+    found += absent.without_dump(findings, decided=any(f.severity == Severity.ERROR for f in found))
+    found += absent.unreadable(findings, given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
         found.append(findings.in_flight())
     return Report(
