@@ -123,7 +123,7 @@ FIRST_STEPS: dict[str, tuple[str, str]] = {
         "the named host",
     ),
     "recorder": (
-        "distdiag itself cannot see something: an old torch, a full disk, clock skew",
+        "distdiag itself cannot see something: an old torch, a damaged rank page, a full disk, clock skew",
         "the message",
     ),
 }

@@ -140,8 +140,8 @@ GROUP_MISUSE = Kind(name="group_misuse", severities=(_WARNING, _ERROR), causes=(
 RECORDER = Kind(
     name="recorder", severities=(_INFO, _WARNING), sticky=True,
     causes=(
-        "disk_full", "clock_skew", "dropped", "unsupported_torch", "device_waits", "unfollowed",
-        "missing_dump", "unreadable_dump", "contradicted",
+        "disk_full", "clock_skew", "dropped", "unsupported_torch", "device_waits", "unfollowed", "damaged_page",
+        "driver_silent", "nodes", "failed", "missing_dump", "unreadable_dump", "contradicted",
     ),
 )  # fmt: skip
 

@@ -15,6 +15,9 @@ import pytest
 from distdiag.diagnosis import kinds, rules
 from distdiag.diagnosis.kinds import KINDS
 from distdiag.diagnosis.rules import RULES
+from distdiag.diagnosis.text.template import Template
+from distdiag.monitor import self_check
+from distdiag.sources.dumps import findings
 
 PROJECT = Path(__file__).parents[2]
 DIAGNOSIS = PROJECT / "distdiag" / "diagnosis"
@@ -79,6 +82,16 @@ def test_the_monitors_own_findings_have_a_registered_kind_and_cause() -> None:
     for file, call in made:
         given = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
         assert given.get("cause", KINDS[given["kind"]].causes[0]) in KINDS[given["kind"]].causes, file
+
+
+def test_recorder_has_the_causes_that_the_monitor_and_the_reader_of_dumps_report() -> None:
+    tree = list(ast.walk(ast.parse((PROJECT / "distdiag" / "monitor" / "self_check.py").read_text())))
+    given = [call.args[1] for call in tree if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "Fault"]
+    given += [x.value for x in tree if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "cause"]
+    chosen = [part for x in given for part in ((x.body, x.orelse) if isinstance(x, ast.IfExp) else (x,))]
+    own = {x.value for x in chosen if isinstance(x, ast.Constant)} | set(self_check.ADVICE)
+    dumps = {x.cause for x in vars(findings).values() if isinstance(x, Template) and x.kind is kinds.RECORDER}
+    assert set(kinds.RECORDER.causes) == own | dumps
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.kind.name)
