@@ -28,7 +28,6 @@ from distdiag.monitor import deaths
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.snapshot import of_pages
 from distdiag.page import directories
-from distdiag.page.layout import page_path
 from distdiag.page.reader import PageError
 from distdiag.store.liveness import SILENT_S, Monitor, number
 from distdiag.store.opening import RunUnreadable
@@ -117,8 +116,6 @@ def _views(left: Sequence[Path], started_unix_s: float | None) -> tuple[dict[int
     for path in (d / name for d in left for name in sorted(os.listdir(d)) if name.endswith(".page")):
         try:
             view = RankView(path, 0)
-            if path.name != page_path(path.parent, view.rank).name:
-                raise PageError(f"{path.name} is damaged: rank is {view.rank}")
             views[view.rank] = view
         except Exception as e:  # as in the monitor: whatever a damaged page causes costs only its rank
             notes.append(_unreadable(path, e))

@@ -11,7 +11,7 @@ from distdiag import procfs
 from distdiag.errors import described
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import directories
-from distdiag.page.layout import Header, page_path
+from distdiag.page.layout import Header
 from distdiag.page.reader import PageError
 
 DISCOVER_S = 1.0  # between two listings of the directories, once all ranks of this node are known
@@ -49,8 +49,6 @@ class Pages:
             view = None
             try:
                 view = RankView(path, 0)
-                if path.name != page_path(path.parent, view.rank).name:
-                    raise PageError(f"{path.name} is damaged: rank is {view.rank}")
                 opened(view)
                 view.refresh(now_s)
                 view.history.forget_progress()  # `opened` may have changed the time zero

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from distdiag import procfs
+from distdiag.monitor.evidence import dump
 from distdiag.monitor.loop import Monitor
+from distdiag.page import directories
 from distdiag.page.layout import PAGE_BYTES, Header, LifeWord, Page, page_path
 from distdiag.page.writer import PageWriter
 
@@ -129,3 +131,13 @@ def test_a_page_with_another_rank_than_in_its_name_is_damaged(
         assert set(monitor.views) == {0} and [f.cause for f in monitor.own.found] == ["damaged_page"]
     finally:
         monitor.close()
+
+
+def test_no_dump_asks_a_rank_whose_page_has_another_ranks_name(
+    tmp_path: Path, pages: tuple[Path, PageWriter, PageWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name of the file to which its signal handler writes the stacks comes from the page's name."""
+    monkeypatch.setattr(directories, "of_run", lambda run_dir: {0: [pages[0]]})
+    assert [view.rank for view in dump.living(tmp_path)] == [0, 1]
+    pages[2].header.rank = 0
+    assert [view.rank for view in dump.living(tmp_path)] == [0]

@@ -74,6 +74,7 @@ def test_the_waits_of_a_job_on_a_device_are_not_measured_after_its_groups_are_de
     measured = {}
     for rank, backend in enumerate(("gloo", "nccl", "cpu:gloo,cuda:nccl")):
         page = PageWriter(page_path(tmp_path, rank))
+        page.header.rank = rank
         slot = page.page.groups[0]
         slot.name, slot.backend, slot.destroyed = page.text("0"), page.text(backend), 1
         page.header.n_groups = 1

@@ -18,6 +18,7 @@ def test_a_call_that_raised_is_none_that_completed_with_other_arguments(tmp_path
     matched = Collectives()
     for rank, op in enumerate(("barrier", "all_reduce")):
         page = PageWriter(page_path(tmp_path, rank))
+        page.header.rank = rank
         group = page.page.groups[0]
         group.name, group.description = page.text("0"), page.text("default_pg")
         page.header.n_groups = 1

@@ -19,8 +19,8 @@ from distdiag.monitor.ranks.decode import PageDecoder
 from distdiag.monitor.ranks.device_queue import DeviceGroups
 from distdiag.monitor.ranks.follow import RankHistory
 from distdiag.monitor.ranks.waits import IssueTimes, RankWaits
-from distdiag.page.layout import Blocked, LifeWord, Phase
-from distdiag.page.reader import PageReader
+from distdiag.page.layout import Blocked, LifeWord, Phase, page_path
+from distdiag.page.reader import PageError, PageReader
 from distdiag.terms import activity
 
 MEMORY_S, MEMORY_SAMPLES, MEMORY_KEPT = 32.0, 40, 600
@@ -78,7 +78,7 @@ class RankView:
         """Open a page.
 
         Raises:
-            PageError: it is not a page that can be read.
+            PageError: it is not a page that can be read, or the page of another rank than its name says.
             OSError: it cannot be opened.
         """
         self.reader = PageReader(path)
@@ -89,6 +89,8 @@ class RankView:
         self.header, self.text, self.s = self.decoder.header, self.decoder.text, self.decoder.s
         self.first_header = self.reader.header()  # as it was when the page was opened
         self.rank = self.first_header.rank
+        if path.name != page_path(path.parent, self.rank).name:
+            raise PageError(f"{path.name} is damaged: rank is {self.rank}")
         self.refresh = self.history.refresh
         self.ending: Ending | None = None
         self.ended_s: float | None = None
