@@ -14,6 +14,7 @@ from distdiag import procfs
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.files import user_name
 from distdiag.terms.launchers import LAUNCHERS, MPICH, OPEN_MPI, RANKS, TORCHRUN
+from distdiag.terms.units import counted
 from distdiag.terms.untrusted import is_rank, visible
 
 _NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "PMIX_NAMESPACE", "MASTER_PORT")
@@ -91,8 +92,7 @@ class Job:
     def title(self) -> str:
         """Return `41 (train.py, 4 ranks, MASTER_PORT 29500)`: what `--job` takes, and what it is."""
         port = f", MASTER_PORT {visible(self.env['MASTER_PORT'])[:12]}" if "MASTER_PORT" in self.env else ""
-        n = len(self.processes)
-        return f"{self.names[0]} ({self.processes[0].script}, {n} rank{'s' if n > 1 else ''}{port})"
+        return f"{self.names[0]} ({self.processes[0].script}, {counted(len(self.processes), 'rank')}{port})"
 
     def expected(self, ranks: Collection[int]) -> set[int]:
         """Return the ranks that this host should have, `ranks` included."""

@@ -161,6 +161,7 @@ def _with_files(run: Report, others: tuple[str, ...]) -> Report:
 
     from distdiag.diagnosis.model.findings import Severity, at_least, still_open
     from distdiag.diagnosis.text.finding import printable
+    from distdiag.terms.units import counted
 
     files = _of_files(others)
     errors = [f for f in files.findings if at_least(f.severity, Severity.ERROR)]
@@ -168,7 +169,7 @@ def _with_files(run: Report, others: tuple[str, ...]) -> Report:
     if any(at_least(f.severity, Severity.ERROR) for f in still_open(run.findings)):
         notes = [f"{names} has: {f.message}" for f in errors]
         return msgspec.structs.replace(run, notes=(*run.notes, *notes))
-    note = f"from {names}: {len(errors)} error{'s' if len(errors) > 1 else ''}" if errors else f"{names}: nothing found"
+    note = f"from {names}: {counted(len(errors), 'error')}" if errors else f"{names}: nothing found"
     return msgspec.structs.replace(run, findings=(*run.findings, *errors), notes=(*run.notes, note))
 
 
@@ -272,6 +273,7 @@ def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report |
 
     from distdiag.diagnosis.model.findings import BAD_STATES
     from distdiag.sources.dumps.files import find
+    from distdiag.terms.units import counted
 
     known = set(traces)
     others = tuple(str(path) for path, _ in find(map(Path, targets)) if path not in known)
@@ -283,9 +285,7 @@ def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report |
         raise
     if report is None or not (report.state in BAD_STATES or report.findings):
         return None
-    note = (
-        f"{len(traces):,} trace{'s' * (len(traces) > 1)} not analysed: the failure comes first; give the traces alone"
-    )
+    note = f"{counted(len(traces), 'trace')} not analysed: the failure comes first; give the traces alone"
     return msgspec.structs.replace(report, run=", ".join(targets), notes=(*report.notes, note))
 
 

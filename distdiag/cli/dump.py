@@ -32,6 +32,7 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     from distdiag.diagnosis.text.finding import printable
     from distdiag.monitor.evidence import dump
     from distdiag.store import rundir, stacks
+    from distdiag.terms.units import counted
 
     if timeout_s <= 0:
         raise DistdiagError(
@@ -57,11 +58,13 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
         try:
             written = dump.save(run_dir, now_s, dumps)
             recorded = (len(written) - 1) // 2  # each rank in two formats
-            ranks = f"{recorded} rank{'s' if recorded != 1 else ''}"
             folder = printable(str(run_dir / "flight_recorder"))
             say(f"saved: the stacks in {printable(str(written[0]))}", err=True)
             if recorded:
-                say(f"saved: the flight records of {ranks} in {folder} (JSON, and for torchfrtrace)", err=True)
+                say(
+                    f"saved: the flight records of {counted(recorded, 'rank')} in {folder} (JSON, and for torchfrtrace)",
+                    err=True,
+                )
         except OSError as e:
             say(f"distdiag: not saved: {e.strerror or e}", err=True)
     if silent:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from distdiag.terms.sites import line_text
 from distdiag.terms.statistics import find_change, interval_of_share
 from distdiag.terms.units import counted
 
@@ -176,8 +177,7 @@ def as_lines(found: Answers) -> list[str]:
     out += [f"  {h.host}: {h.kind} in {_share(h.count, h.runs, h.ci95)} runs" for h in hosts]
     out += ["", "Lines named in more than one run:"] if lines else []
     out += [
-        f"  {x.file}:{x.line}{f' in {x.function}' if x.function else ''}: {x.kind} in {_share(x.count, x.runs, x.ci95)}"
-        f" runs of {x.name}"
+        f"  {line_text(x.file, x.line, x.function)}: {x.kind} in {_share(x.count, x.runs, x.ci95)} runs of {x.name}"
         for x in lines
     ]
     out += ["", "Figures that changed:"] if found.changes else []

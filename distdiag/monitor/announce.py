@@ -16,6 +16,7 @@ from distdiag.diagnosis.text.finding import finding_lines, in_the_past
 from distdiag.launcher import PRINTED_ON, VERDICT, stderr_id
 from distdiag.streams import PLAINER, needs_ascii
 from distdiag.terms.tables import WIDTH, wrapped
+from distdiag.terms.units import counted
 
 _MARK = "[distdiag] "
 _WIDTH = WIDTH - len(_MARK)
@@ -93,7 +94,7 @@ class Announcer:
         lines = wrapped(f"the job was {text}" if stopped else f"{state}: {text}" if text else state, _WIDTH)
         if found:
             counts = {s: sum(f.severity == s for f in found) for s in (Severity.ERROR, Severity.WARNING)}
-            lines.append(", ".join(f"{n} {s}{'s' if n > 1 else ''}" for s, n in counts.items() if n) + " found:")
+            lines.append(", ".join(counted(n, s) for s, n in counts.items() if n) + " found:")
             for i, f in enumerate(found[:8]):
                 if i == 0 and f.severity == Severity.ERROR:
                     lines += finding_lines(in_the_past(f), _WIDTH)

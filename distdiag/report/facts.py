@@ -21,6 +21,7 @@ from distdiag.store.liveness import Monitor, number
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event, LoaderRow, ProbeResult
 from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth, message_bytes, moves_bytes
+from distdiag.terms.sites import line_text
 from distdiag.terms.steps import DDP_TIMES, TIMES
 from distdiag.terms.units import percent
 from distdiag.traces import saved as saved_profiles
@@ -249,8 +250,7 @@ def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
         values: dict[str, Any] = {"rank": rank, "slowest_share": slowest.get(rank)}
         if row is not None:
             values |= {name: getattr(row, name) for name in _OF_ROW}
-            at = f"{row.file}:{row.line}" + (f" in {row.function}" if row.function else "")
-            values["place"] = at if row.file else None
+            values["place"] = line_text(row.file, row.line, row.function) if row.file else None
             values["waiting"] = f"{row.waiting_op} #{row.waiting_seq} ({row.waiting_group})" if row.waiting_op else None
         if own is not None:
             values |= {c: step_tables.median(own[c]) for c in (*TIMES, *DDP_TIMES)} | {"steps": len(own)}

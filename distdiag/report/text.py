@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list, ranks_seen
+from distdiag.diagnosis.text.finding import where_text
 from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
 from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.steps import RATE
@@ -58,8 +59,7 @@ def _places(label: str, places: Sequence[Where]) -> list[str]:
     lines = []
     for w in places[:8]:
         text = f"rank {w.rank}"
-        text += f": {w.file}:{w.line}" if w.file else ""
-        text += f" in {w.function}" if w.function else ""
+        text += f": {where_text(w)}" if w.file else ""
         text += f" ({w.state})" if w.state else ""
         lines += _wrap(label if not lines else "", text)
     if len(places) > 8:

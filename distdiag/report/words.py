@@ -109,7 +109,7 @@ def verdict(report: Report) -> str:
     open_ones = still_open(report.findings)
     seen = ranks_seen(report.ranks_seen, report.world_size)
     counts = [
-        f"{n} {word}{'s' if n > 1 else ''}"
+        counted(n, word)
         for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
         if (n := sum(f.severity == s for f in open_ones))
     ]

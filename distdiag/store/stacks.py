@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from distdiag import files
+from distdiag.terms.units import counted
 from distdiag.terms.untrusted import cut, visible
 
 NAME = "stacks/latest.json"
@@ -69,7 +70,7 @@ def tree_lines(branches: list[Branch], indent: int = 0, above: int = 0) -> list[
         head = ""
         if len(ranks) != above:
             shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
-            head = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} ({shown})  "
+            head = f"{counted(len(ranks), 'rank')} ({shown})  "
         out.append("  " * indent + head + cut(visible(b.frame), MAX_FRAME))
         out += tree_lines(b.children, indent + 1, len(ranks))
     return out

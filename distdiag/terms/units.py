@@ -113,10 +113,18 @@ def duration(seconds: float | None) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """Return `0.4 s`, `31 s`, `12 min`: rounded, for sentences."""
+    """Return `0.4 s`, `31 s`, `12 min`: rounded, for sentences about what a job does."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 180 else f"{seconds / 60:.0f} min"
+
+
+def rough_time(s: float) -> str:
+    """Return `40 s`, `3 hours`, `12 days`: in its largest fitting unit, for limits and for what may last days."""
+    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
+        if s >= 2 * size:
+            return f"{s / size:.0f} {unit}"
+    return f"{s:.0f} s"
 
 
 def time_text(us: float) -> str:

@@ -13,6 +13,7 @@ import click
 
 from distdiag.command_line import SETTINGS, flag, option, options_of, read
 from distdiag.errors import DistdiagError
+from distdiag.terms.units import counted
 from distdiag.train.faults import InjectedFault, parse_fault
 
 
@@ -178,7 +179,7 @@ _ONLY_WITH = {"bucket_mb": "ddp", "schedule": "pipeline", "micro_batches": "pipe
 def check_strategy(config: TrainConfig, world_size: int, launched: bool) -> None:
     """Check that the strategy fits the number of ranks and the other options."""
     strategy = config.strategy
-    ranks = f"{world_size} rank{'s' if world_size != 1 else ''}"
+    ranks = counted(world_size, "rank")
     staged = strategy in ("model", "pipeline")
     torchrun = "torchrun --standalone --nproc-per-node 2 -m distdiag.train -- …"
     if strategy in ("single", "dp") and world_size > 1:

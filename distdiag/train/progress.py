@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from distdiag.terms.units import counted
 from distdiag.train.checkpoint import find_checkpoint
 from distdiag.train.config import TrainConfig
 from distdiag.train.ranks import Ranks
@@ -42,7 +43,7 @@ class Progress:
             self._print(pixels.notice, always=True)
         layout = ", channels_last" if config.channels_last else ""
         accumulate = f" x {config.accumulate} accumulated" if config.accumulate > 1 else ""
-        count = f"{ranks.world_size} rank{'s' if ranks.world_size != 1 else ''}"
+        count = counted(ranks.world_size, "rank")
         whole = data_ranks < ranks.world_size
         samples = f"{config.batch_size} samples on {count}" if whole else f"{count} x {config.batch_size} samples"
         self._print(

@@ -16,6 +16,7 @@ from distdiag.diagnosis.model.syntax import Source, function, tree_of
 from distdiag.diagnosis.text.parting import NO_WEIGHT
 from distdiag.diagnosis.waits.wait import by_python
 from distdiag.terms.operations import op_name
+from distdiag.terms.units import counted
 
 STEPS = 3  # from which on one backward for each forward and for each step is a habit
 UNDER_WAY = 1  # a pass whose step is not done yet
@@ -64,7 +65,7 @@ def skipped(case: Case) -> Testimony | None:
     ((rank, (i, missing)),) = found.items()
     model, caught = states[rank].models[i], swallowed(states[rank])
     text = (
-        f"; rank {rank} ran {missing:,} forward{'s' if missing > 1 else ''} without backward ({model.forwards:,} "
+        f"; rank {rank} ran {counted(missing, 'forward')} without backward ({model.forwards:,} "
         f"forwards, {model.synced_backwards:,} backwards)"
     )
     head = f"rank {rank} skipped {'a backward' if missing == 1 else f'{missing:,} backwards'}"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.terms.tables import WIDTH, wrapped
+from distdiag.terms.units import counted
 
 
 def checked_lines(checks: Sequence[Check], width: int = WIDTH) -> list[str]:
@@ -28,7 +29,7 @@ def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -
     mine = [c for c in checks if c.kind == kind]
     found = [f for f in findings if f.kind == kind]
     cleared = sum(f.cleared_s is not None for f in found)
-    head = f"found {len(found)} time{'s' if len(found) > 1 else ''}" + (f", {cleared} cleared" if cleared else "")
+    head = f"found {counted(len(found), 'time')}" + (f", {cleared} cleared" if cleared else "")
     if not found:
         head = "not found" if any(c.checked for c in mine) else "not checked" if mine else "not evaluated in this run"
     reasons = [f"{_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}" for c in mine if c.reason]

@@ -9,6 +9,7 @@ import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, LastSeen, Severity, Where, rank_list
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, NO_PROGRESS_MADE
+from distdiag.terms.sites import line_text
 from distdiag.terms.tables import WIDTH, wrapped
 from distdiag.terms.units import rough_duration
 from distdiag.terms.untrusted import visible
@@ -28,10 +29,7 @@ printable = visible  # the same escapes on a terminal, in a report and on the sc
 
 def where_text(w: Where) -> str:
     """Return `train.py:88 in evaluate`."""
-    if w.file is None:
-        return ""
-    inside = f" in {w.function}" if w.function and w.function != "<module>" else ""
-    return f"{w.file}:{w.line}{inside}"
+    return line_text(w.file, w.line, w.function) if w.file is not None else ""
 
 
 def listed(wheres: tuple[Where, ...]) -> str:

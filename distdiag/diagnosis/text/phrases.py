@@ -7,24 +7,24 @@ from collections.abc import Iterable, Mapping
 from distdiag.diagnosis.model.findings import CollectiveRef, Where
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot, lines_of
 from distdiag.terms.operations import op_name
+from distdiag.terms.sites import line_text
+from distdiag.terms.units import counted
+from distdiag.terms.units import rough_time as rough_time
 
+count = counted  # the short name, as messages use it often
 NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
 NO_PROGRESS_MADE = "the job made no progress until it ended"  # the same, after the end
 
 
 def _line(site: Site) -> str:
-    return f"{site.file.rsplit('/', 1)[-1]}:{site.line}"
-
-
-def _line_in(site: Site) -> str:
-    return _line(site) + (f" in {site.function}" if site.function and site.function != "<module>" else "")
+    return line_text(site.file, site.line, base=True)
 
 
 def site_text(site: Site | None) -> str:
     """Return `train.py:88 in evaluate`, with the callers of a helper; empty if the site is not known."""
     if site is None:
         return ""
-    first, *callers = map(_line_in, site.path)
+    first, *callers = (line_text(s.file, s.line, s.function, base=True) for s in site.path)
     return first + (f" (called at {', from '.join(callers)})" if callers else "")
 
 
@@ -43,14 +43,6 @@ def both_sites(a: Site | None, b: Site | None) -> str:
     if a is None or b is None:
         return "the two calls"
     return f"the ranks at {site_text(a)}" if site_text(a) == site_text(b) else f"{site_text(a)} and {site_text(b)}"
-
-
-def rough_time(s: float) -> str:
-    """Return `40 s`, `3 hours`, `12 days`: a duration in its largest fitting unit."""
-    for unit, size in (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
-        if s >= 2 * size:
-            return f"{s / size:.0f} {unit}"
-    return f"{s:.0f} s"
 
 
 def shortened(text: str, limit: int) -> str:
@@ -126,8 +118,3 @@ def ordinal(n: int) -> str:
     """Return `2nd`, `15th`."""
     teens = 10 <= n % 100 <= 20
     return f"{n:,}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(n % 10, 'th')}"
-
-
-def count(n: int, noun: str) -> str:
-    """Return `1 parameter`, `4,096 elements`."""
-    return f"{n:,} {noun}" + ("" if n == 1 else "s")

@@ -13,7 +13,7 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog, node_check
 from distdiag.probekit.command.paper import FLAGS, RANKS, Paper, byte_size, make_paper
 from distdiag.probekit.step.possible import parse_strategies
-from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, sweep
+from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, counted, sweep
 
 DEFAULT_BUDGET_S = 10.0
 QUICK_BUDGET_S = 6.0
@@ -300,7 +300,7 @@ def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int)
     check_ranks(options, ranks, min_ranks)
     if options.device == "cuda" and ranks > gpus and not options.share_gpus:
         raise DistdiagError(
-            f"--nproc {ranks} on {gpus} GPU{'s' if gpus != 1 else ''}",
+            f"--nproc {ranks} on {counted(gpus, 'GPU')}",
             f"--nproc {gpus}, or --share-gpus where several ranks on one GPU are meant, or --device cpu",
         )
     return ranks

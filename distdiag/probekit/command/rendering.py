@@ -17,6 +17,7 @@ from distdiag.probekit.verdict.result import SCHEMA, Result, Row, Verdict, worst
 from distdiag.streams import PLAINER, say, say_json, wants_colour
 from distdiag.terms import tables
 from distdiag.terms.operations import family
+from distdiag.terms.units import counted
 
 _COLOURS = {Verdict.PASS: "32", Verdict.FAIL: "31", Verdict.INCONCLUSIVE: "33"}
 
@@ -93,7 +94,7 @@ def as_table(result: Result, options: Options) -> str:
     probe = load_probe(result.probe)
     lines = [f"{_coloured(result.verdict.value, result.verdict, options)}  {result.probe}: {result.reasons[0]}"]
     lines += [f"      {reason}" for reason in result.reasons[1:]]
-    ranks = f"{result.world_size} rank{'s' if result.world_size > 1 else ''}"
+    ranks = counted(result.world_size, "rank")
     where = f"{result.backend} on {result.device}" if result.world_size > 1 else result.device
     dtype = f", {result.dtype}" if result.dtype else ""
     hosts = f", {len(result.hosts)} hosts" if len(result.hosts) > 1 else ""

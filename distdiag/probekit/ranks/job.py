@@ -29,6 +29,7 @@ from distdiag.probekit.ranks.interface import Interface
 from distdiag.probekit.ranks.watchdog import Progress, Watchdog, timed_out
 from distdiag.probekit.verdict.result import error_json
 from distdiag.streams import say_error, say_json
+from distdiag.terms.units import counted
 
 T = TypeVar("T")
 
@@ -206,7 +207,7 @@ def choose_device(place: RankPlace, options: Options) -> torch.device:
     count = torch.cuda.device_count()
     if place.local_world_size > count and not options.share_gpus:
         raise DistdiagError(
-            f"{place.local_world_size} ranks on this host, but {count} GPU{'s' if count > 1 else ''}",
+            f"{place.local_world_size} ranks on this host, but {counted(count, 'GPU')}",
             "use --nproc with at most that many, or --share-gpus where several ranks on one GPU are meant",
         )
     device = torch.device("cuda", place.local_rank % count)

@@ -74,7 +74,7 @@ def _need(sheet: Sheet, row: PaperRow) -> str:
         parts += f", {size_text(row.buffers_bytes)} of {'buckets' if row.strategy == 'ddp' else 'gathered blocks'}"
     if row.activations_bytes is not None:
         parts += f", {size_text(row.activations_bytes)} of activations"
-        parts += f" ({row.samples} sample{'s' if row.samples > 1 else ''})" if row.strategy != "pipeline" else ""
+        parts += f" ({counted(row.samples, 'sample')})" if row.strategy != "pipeline" else ""
     text = f"{parts}; the device has {size_text(sheet.memory_bytes)}"
     return (
         text
@@ -216,9 +216,7 @@ def _batch(sheet: Sheet, row: PaperRow) -> Decision:
     samples = row.samples
     room = row.left_bytes - sheet.reserve_bytes(row.activations_bytes)
     most = math.floor(samples * room / row.activations_bytes) if row.activations_bytes else samples
-    what = (
-        f"micro-batches of {samples}" if row.strategy == "pipeline" else f"{samples} sample{'s' if samples > 1 else ''}"
-    )
+    what = f"micro-batches of {samples}" if row.strategy == "pipeline" else counted(samples, "sample")
     text = f"{what} need {size_text(row.activations_bytes)} of {size_text(max(0.0, room))}"
     if most >= samples:
         return Decision(question, "yes", f"{text}; up to about {most:,} fit")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distdiag.errors import DistdiagError
+from distdiag.terms.units import counted
 
 SINGLE = "single"
 STRATEGIES = (SINGLE, "single-threads", "dataparallel", "ddp", "fsdp", "model", "pipeline")
@@ -31,9 +32,8 @@ class Case:
     def __str__(self) -> str:
         if self.strategy == SINGLE:
             return self.strategy
-        unit = {"single-threads": "thread", "dataparallel": "copies" if self.ranks > 1 else "copy"}
-        name = unit.get(self.strategy, "rank")
-        return f"{self.strategy} on {self.ranks} {name}{'s' if self.ranks > 1 and name != 'copies' else ''}"
+        words = {"single-threads": ("thread",), "dataparallel": ("copy", "copies")}
+        return f"{self.strategy} on {counted(self.ranks, *words.get(self.strategy, ('rank',)))}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Sequence
 from functools import lru_cache
 
+from distdiag.terms.sites import line_text
+
 # the formatters of terms that the screens use, so that they import their text from one file
 from distdiag.terms.units import MISSING, duration, is_number, rate_text, size_text
 from distdiag.terms.units import clock as clock
@@ -136,11 +138,9 @@ def place(file: str | None, line: float | None, function: str | None = None, wid
     """Return `train.py:118 in next_batch`: only the file's name, or as much of the path as fits into `width`."""
     if not file:
         return MISSING
-    number = f":{int(line)}" if is_number(line) and line is not None else ""
-    tail = f" in {clean(function)}" if function else ""
-    base = clean(file.rsplit("/", 1)[-1]) + number + tail
+    base = clean(line_text(file, line, function, base=True))
     if width:
-        full = clean(file) + number + tail
+        full = clean(line_text(file, line, function))
         return clip_left(full, width) if width > cells(base) else clip(base, width)
     return base
 
