@@ -40,6 +40,11 @@ class DistdiagError(Exception):
         return type(self), (self.message, self.hint, self.code, self.kind)  # it is sent between ranks
 
 
+def in_own_tests() -> bool:
+    """True in our own tests, which set DISTDIAG_RAISE=1: what is counted elsewhere is raised there."""
+    return os.environ.get("DISTDIAG_RAISE") == "1"
+
+
 def described(error: BaseException) -> str:
     """Return type and text of an exception, and where it was raised."""
     import traceback

@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Collection
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from distdiag.terms.frames import LIBRARY, PACKAGE, USER, owner
 
@@ -53,10 +53,20 @@ _STDLIB = tuple(
 )
 # By id: hashing a code object hashes its contents, which takes longer than the rest. The object is kept, so its id is not reused.
 _kinds: dict[int, tuple[int, CodeType]] = {}
-_KINDS_MOST = 16_384  # code objects created in every step must not pile up
+MOST_KEPT = 16_384  # entries of one cache: code objects created in every step must not pile up
 _files: dict[str, str] = {}
 _backend: set[str] = set()  # files of process groups written in Python
 _backend_folders: tuple[str, ...] = ()
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def kept(cache: dict[K, V], key: K, value: V) -> V:
+    """Return a value that is kept in a cache from now on; a full cache is emptied first."""
+    if len(cache) >= MOST_KEPT:
+        cache.clear()
+    cache[key] = value
+    return value
 
 
 def backend_files(file: str, package: str | None) -> None:
@@ -113,10 +123,8 @@ def _in_stdlib(path: str) -> bool:
 def kind_of(code: CodeType) -> int:
     known = _kinds.get(id(code))
     if known is None:
-        if len(_kinds) >= _KINDS_MOST:
-            _kinds.clear()
         first = code.co_name == _BOOTSTRAP[1] and code.co_filename.endswith(_BOOTSTRAP[0])
-        known = _kinds[id(code)] = (BOOTSTRAP if first else kind_of_file(code.co_filename), code)
+        known = kept(_kinds, id(code), (BOOTSTRAP if first else kind_of_file(code.co_filename), code))
     return known[0]
 
 

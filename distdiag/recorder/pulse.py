@@ -23,6 +23,7 @@ from distdiag.recorder.frames import (
     absolute,
     frames_of,
     in_backend,
+    kept,
     kind_of,
     other_thread_works,
     raw_name,
@@ -158,10 +159,8 @@ class Pulse:
         code, waits = frame.f_code, in_backend(frame)
         known = self._raw.get((id(code), waits))
         if known is None:
-            if len(self._raw) >= 4096:
-                self._raw.clear()
             name = BACKEND_FRAME + raw_name(frame) if waits else raw_name(frame)
-            known = self._raw[id(code), waits] = self.recorder.page.text(name), code
+            known = kept(self._raw, (id(code), waits), (self.recorder.page.text(name), code))
         return known[0]
 
     def _signals(self) -> None:

@@ -16,16 +16,17 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from distdiag.errors import in_own_tests
 from distdiag.page.layout import CALLERS
 from distdiag.page.writer import PageWriter
 from distdiag.recorder import unseen
-from distdiag.recorder.frames import USER, absolute, in_helper, kind_of, line_of, user_frame
+from distdiag.recorder.frames import USER, absolute, in_helper, kept, kind_of, line_of, user_frame
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 now_ns = time.monotonic_ns
-RAISE = os.environ.get("DISTDIAG_RAISE") == "1"  # set by our own tests, never by a user's
+RAISE = in_own_tests()
 VARIABLE = "DISTDIAG"  # 1: record whatever joins a process group; 0: record nothing
 
 
@@ -53,9 +54,7 @@ class Recorder:
         known = self._sites.get(key)
         if known is None:
             off = self.page.site(absolute(code.co_filename), line_of(frame), code.co_name)
-            if len(self._sites) >= 16_384:
-                self._sites.clear()
-            known = self._sites[key] = (off, code)  # the code is kept, so that its id is not reused
+            known = kept(self._sites, key, (off, code))  # the code is kept, so that its id is not reused
         return known[0]
 
     def call_site(self, frame: FrameType | None) -> int:
@@ -71,10 +70,8 @@ class Recorder:
             key += (id(caller.f_code), caller.f_lasti)
         known = self._paths.get(key)
         if known is None:
-            if len(self._paths) >= 16_384:
-                self._paths.clear()
             path = ((absolute(f.f_code.co_filename), line_of(f), f.f_code.co_name) for f in frames)
-            known = self._paths[key] = self.page.site(*next(path), *path), tuple(f.f_code for f in frames)
+            known = kept(self._paths, key, (self.page.site(*next(path), *path), tuple(f.f_code for f in frames)))
         return known[0]
 
     def _in_helper(self, frame: FrameType) -> bool:
@@ -82,9 +79,7 @@ class Recorder:
         key = (id(code), frame.f_lasti)
         known = self._helpers.get(key)
         if known is None:
-            if len(self._helpers) >= 16_384:
-                self._helpers.clear()
-            known = self._helpers[key] = in_helper(code, frame.f_lasti), code
+            known = kept(self._helpers, key, (in_helper(code, frame.f_lasti), code))
         return known[0]
 
     def user_site(self, frame: FrameType | None) -> int:

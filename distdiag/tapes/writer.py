@@ -17,6 +17,7 @@ from distdiag import files
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.errors import in_own_tests
 from distdiag.tapes.delta import difference
 from distdiag.tapes.tape import EMPTY, ZLIB, Frame, Head, Source, encoded
 from distdiag.terms import secrets
@@ -75,7 +76,7 @@ class TapeWriter:
         try:
             self._take(snapshot, diagnosis, changed, final)
         except Exception as e:
-            if os.environ.get("DISTDIAG_RAISE") == "1":
+            if in_own_tests():
                 raise
             self._fail(f"{type(e).__name__}: {e}")
 

@@ -11,10 +11,11 @@ USER, PACKAGE, LIBRARY = 2, 1, 0
 _TORCH = re.compile(r"(?:^|-packages/|/)torch/(?=[\w/]+\.py$)")
 # also of a torch that was built in its sources
 _OF_TORCH = ("distributed/", "nn/modules/", "nn/parallel/", "utils/data/", "autograd/", "optim/", "_")
+_RECORDER = re.compile(r"(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$")
 # Python's own, generated and native code, the recorder around it, and what starts the ranks
 _LIBRARY = re.compile(
     r"^<|/lib(?:64)?/python3[\d.]*/(?!(?:site|dist)-packages/)|^torch/|^(?:asyncio|concurrent|ctypes|http|importlib|multiprocessing|urllib|xmlrpc)/|-packages/torch/|\.(?:cpp|cc|h|hpp|pyx|so)$"
-    r"|(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$|(?:^|/)bin/(?:torchrun|accelerate|deepspeed|ray|vllm|lightning|fabric|tune)$"
+    rf"|{_RECORDER.pattern}|(?:^|/)bin/(?:torchrun|accelerate|deepspeed|ray|vllm|lightning|fabric|tune)$"
 )
 
 
@@ -22,6 +23,11 @@ def in_torch(file: str) -> str:
     """Return the path of a file below torch's package; empty if it is not torch's."""
     found = _TORCH.search(file)
     return file[found.end() :] if found else ""
+
+
+def in_recorder(file: str) -> bool:
+    """True for a file of distdiag's that runs in a recorded rank."""
+    return _RECORDER.search(file) is not None
 
 
 @lru_cache(4096)

@@ -11,6 +11,7 @@ from distdiag.diagnosis.text.phrases import at, places_text
 from distdiag.monitor.ranks.decode import PageDecoder
 from distdiag.page.reader import PageReader
 from distdiag.page.writer import PageWriter
+from distdiag.recorder import frames
 from distdiag.recorder.state import Recorder
 
 HERE = str(Path(__file__).resolve())
@@ -78,3 +79,10 @@ def test_a_site_has_the_callers_of_a_helper(tmp_path: Path) -> None:
     called = f"(called at {name}:{lines[1]} in helped, from {name}:{lines[2]} in from_a_loop)"
     assert at(last) == f" at {name}:{lines[0]} in helper {called}"
     assert places_text(last.key) == f"{name}:{lines[0]}, called at {name}:{lines[1]}, called at {name}:{lines[2]}"
+
+
+def test_a_full_cache_is_emptied_before_the_next_entry() -> None:
+    cache: dict[int, int] = {}
+    for n in range(frames.MOST_KEPT + 1):
+        assert frames.kept(cache, n, 2 * n) == 2 * n
+    assert cache == {frames.MOST_KEPT: 2 * frames.MOST_KEPT}

@@ -10,10 +10,9 @@ from pathlib import PurePosixPath
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.terms.frames import PACKAGE, USER, in_torch, owner
+from distdiag.terms.frames import PACKAGE, USER, in_recorder, in_torch, owner
 
 _CONSOLE_SCRIPT = re.compile(r"(?:^|/)bin/[\w.-]+$")  # torchrun itself: no rank's code
-_RECORDER = re.compile(r"(?:^|/)distdiag/(?:(?:recorder|page)/[\w/]+|run|everywhere)\.py$")
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -52,7 +51,7 @@ class Frame(msgspec.Struct, frozen=True):
     @property
     def recorders(self) -> bool:
         """True for distdiag's own frames in a recorded rank: around a call that it records, around the script, in its threads."""
-        return _RECORDER.search(self.file) is not None
+        return in_recorder(self.file)
 
     @property
     def users(self) -> bool:
