@@ -25,7 +25,7 @@ from distdiag.tui.draw.text import clean, clip, wrap
 from distdiag.tui.files import Files
 from distdiag.tui.keys import KEYS, key_bar
 from distdiag.tui.navigation import Navigation
-from distdiag.tui.screens import pages
+from distdiag.tui.screens import pages, readers
 from distdiag.tui.screens.page import Page
 from distdiag.tui.ui import Ui
 
@@ -84,7 +84,7 @@ class DistdiagApp(App[None]):
         self.ui.colour = not os.environ.get("NO_COLOR")
         self.snap = Snapshot(run_dir)
         self.pages = pages()
-        self.source = Source(run_dir, self._deliver, hz=hz, follow_attempts=follow_attempts)
+        self.source = Source(run_dir, self._deliver, readers(), hz=hz, follow_attempts=follow_attempts)
         self.return_value_code = 0
         self.drawn = 0  # lines drawn so far; what the benchmark looks at
         self._newest: Snapshot | None = None

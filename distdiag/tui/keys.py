@@ -28,7 +28,7 @@ class Key:
         return re.sub(r"\W+", "-", self.action).strip("-")
 
 
-_RANKED = ("ranks", "heat", "memory", "data", "timeline")
+RANKED = ("ranks", "heat", "memory", "data", "timeline")  # names of the screens that are a `RankedPage`
 KEYS: tuple[Key, ...] = (
     Key("1", "show('ranks')", "Ranks", "who is slow, and what does it cost", "1"),
     Key("2", "show('comm')", "Comm", "is the network the cause, or a rank", "2"),
@@ -60,11 +60,11 @@ KEYS: tuple[Key, ...] = (
     Key("right_square_bracket", "step(1)", "", "one moment forward", "]"),
     Key("left_curly_bracket", "step(-10)", "", "ten moments back", "{"),
     Key("right_curly_bracket", "step(10)", "", "ten moments forward", "}"),
-    Key("s", "sort", "Sort", "next sort order", "s", _RANKED),
-    Key("S", "reverse", "", "reverse the sort order", "S", _RANKED),
-    Key("slash", "filter", "Filter", "show only some ranks", "/", _RANKED),
+    Key("s", "sort", "Sort", "next sort order", "s", RANKED),
+    Key("S", "reverse", "", "reverse the sort order", "S", RANKED),
+    Key("slash", "filter", "Filter", "show only some ranks", "/", RANKED),
     Key("g", "group", "", "group by node, or by rank again", "g", ("ranks",)),
-    Key("f", "follow", "", "keep the cursor on the worst rank", "f", _RANKED),
+    Key("f", "follow", "", "keep the cursor on the worst rank", "f", RANKED),
     Key("up,k", "move(-1)", "", "up", "↑ k"),
     Key("down,j", "move(1)", "", "down", "↓ j"),
     Key("pageup,ctrl+b", "page(-1)", "", "one screen up", "PgUp"),

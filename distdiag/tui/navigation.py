@@ -95,7 +95,7 @@ class Navigation:
             return self.open_node(item)
         if isinstance(item, tuple) and isinstance(item[0], int):
             item = item[0]
-        if isinstance(item, int) and ui.page in ("ranks", "heat", "memory", "data", "timeline"):
+        if isinstance(item, int) and isinstance(self.page, RankedPage):
             self.open_rank(item)
 
     def open_node(self, node: object) -> None:

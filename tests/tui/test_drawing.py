@@ -19,6 +19,7 @@ from distdiag.tui.draw.charts import Chart, Curve, buckets, draw, side_by_side
 from distdiag.tui.draw.lines import line, plain, width_of
 from distdiag.tui.draw.picture import svg
 from distdiag.tui.draw.text import milliseconds
+from distdiag.tui.screens import history_charts
 from tests.tui.conftest import MakeRun
 from tests.tui.synthetic import Scenario
 
@@ -136,7 +137,7 @@ def test_a_long_first_step_leaves_no_chart_half_empty() -> None:
     points = tuple(
         history.Point(i, 30.0 + i, 30_000.0 if i == 0 else 1000.0, 10.0, None, 5.0, 0.08812345) for i in range(30)
     )
-    made = history.chart_lines(points, 59.0, 160, 8, (), True)
+    made = history_charts.chart_lines(points, 59.0, 160, 8, (), True)
     rows = [plain(x).ljust(60)[8:38] for x in made[1:-1]]
     assert sum(any(row[i] != " " for row in rows) for i in range(30)) > 24, made
 
@@ -144,6 +145,8 @@ def test_a_long_first_step_leaves_no_chart_half_empty() -> None:
 @pytest.mark.parametrize("value", [0.08812345, 2.552, 123.456, 9999.0, 1e-7, 3.2e7])
 def test_a_loss_fits_left_of_the_axis(value: float) -> None:
     (chart,) = (
-        c for c in history.charts((history.Point(1, 1.0, 1.0, 1.0, None, 1.0, value),), (), False) if c.title == "loss"
+        c
+        for c in history_charts.charts((history.Point(1, 1.0, 1.0, 1.0, None, 1.0, value),), (), False)
+        if c.title == "loss"
     )
     assert float(chart.show(value)) == pytest.approx(value, rel=0.05) and len(chart.show(value)) <= 7

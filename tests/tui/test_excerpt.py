@@ -11,7 +11,7 @@ import msgspec
 from distdiag.diagnosis.model.findings import Where
 from distdiag.store import stacks
 from distdiag.store.writer import Writer
-from distdiag.tui.draw import excerpt
+from distdiag.tui.data import excerpt
 from tests.tui.drive import showing
 from tests.tui.synthetic import TRAIN, Scenario, findings, make, rows, set_monitor, tree
 

@@ -24,9 +24,11 @@ from distdiag.tui.data.order import ORDERS, ordered
 from distdiag.tui.data.snapshot import Request, Snapshot, Taker
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import ascii_line, plain, width_of
+from distdiag.tui.keys import RANKED
 from distdiag.tui.once import screen, take
 from distdiag.tui.screens import pages, readers
 from distdiag.tui.screens.comm import arrivals, matrix, verdict
+from distdiag.tui.screens.page import RankedPage
 from distdiag.tui.ui import Ui
 from tests.tui.conftest import MakeRun
 from tests.tui.synthetic import HOSTILE, Scenario
@@ -67,6 +69,10 @@ def test_every_screen_fits_every_size(
     ui = Ui(page=page, sort=sort, reverse=reverse, group=group, metric=metric, rank=ranks - 1, interactive=interactive)
     ui.cursor[page] = cursor
     _check(run, page, ui, width, height)
+
+
+def test_keys_of_tables_of_ranks_are_bound_on_each_of_them() -> None:
+    assert {name for name, page in pages().items() if isinstance(page, RankedPage)} == set(RANKED)
 
 
 @pytest.mark.parametrize("page", tuple(pages()))

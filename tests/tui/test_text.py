@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.frames import RankRow
+from distdiag.terms.quantiles import median_low, quantile
 from distdiag.tui.data.snapshot import known_at
 from distdiag.tui.draw import severity
 from distdiag.tui.draw.lines import fitted, hit_at, line, plain, width_of
@@ -23,10 +24,8 @@ from distdiag.tui.draw.text import (
     delta,
     fit,
     gib,
-    median_low,
     milliseconds,
     place,
-    quantile,
     quote,
     seconds,
     size,

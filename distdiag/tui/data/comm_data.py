@@ -15,8 +15,8 @@ from distdiag.store.gradients import read_gradients
 from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow, ProbeResult
 from distdiag.terms.operations import algorithm_bandwidth, bus_factor, family, message_bytes, moves_bytes
+from distdiag.terms.quantiles import median_low, quantile
 from distdiag.tui.data.snapshot import Request
-from distdiag.tui.draw.text import median_low, quantile
 
 WINDOW_STEPS = 50
 ARRIVALS = 20  # newest collectives whose arrivals are read, of one operation, group and size

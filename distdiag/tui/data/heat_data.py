@@ -9,10 +9,10 @@ from typing import Any
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import StepRow
+from distdiag.terms.quantiles import median_low, quantile
 from distdiag.terms.steps import STEP_PARTS
 from distdiag.tui.data import step_window
 from distdiag.tui.data.snapshot import Request
-from distdiag.tui.draw.text import median_low, quantile
 
 METRICS = {"delta": "Δ self, ms against the median rank"} | {p.column: p.metric for p in STEP_PARTS if p.metric}
 SAMPLE = 64  # ranks that make the median of a step; all, up to so many

@@ -9,10 +9,10 @@ from typing import Any
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import LoaderRow
+from distdiag.terms.quantiles import median_low
 from distdiag.tui.data import step_window
 from distdiag.tui.data.history import RANKS
 from distdiag.tui.data.snapshot import Request
-from distdiag.tui.draw.text import median_low
 
 STEPS = 200
 

@@ -9,10 +9,10 @@ from typing import Any
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import GpuRow, HostRow, ProcessRow
+from distdiag.terms.quantiles import median_low
 from distdiag.tui.data import samples
 from distdiag.tui.data.samples import Samples
 from distdiag.tui.data.snapshot import Request
-from distdiag.tui.draw.text import median_low
 
 SPARK_S = 60.0
 SPARKS = 64  # at most so many GPUs have one

@@ -10,8 +10,8 @@ from distdiag.store import stacks as store
 from distdiag.store.frames import Frame, RankRow
 from distdiag.store.reader import Run
 from distdiag.store.rows import CollectiveRow, GpuRow, HostRow, ProcessRow, StepRow
+from distdiag.tui.data import excerpt
 from distdiag.tui.data.snapshot import Request
-from distdiag.tui.draw import excerpt
 
 GPU_HISTORY_S = 60.0
 GPU_HISTORY = {"use": "utilization_pct", "memory": "memory_used_bytes", "power": "power_w", "°C": "temperature_c"}

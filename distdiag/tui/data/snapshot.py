@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,7 +91,7 @@ class PageReader(Protocol):
 class Taker:
     """Takes snapshots of one open run, keeping what need not be read twice."""
 
-    def __init__(self, run: Run, readers: dict[str, PageReader]) -> None:
+    def __init__(self, run: Run, readers: Mapping[str, PageReader]) -> None:
         self.run = run
         self._readers = readers
         self._frame: Frame | None = None

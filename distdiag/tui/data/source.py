@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from distdiag.store import rundir
 from distdiag.store.opening import ReadStatus, RunUnreadable
 from distdiag.store.reader import Run, open_run
-from distdiag.tui.data.snapshot import Request, Snapshot, Taker
-from distdiag.tui.screens import readers
+from distdiag.tui.data.snapshot import PageReader, Request, Snapshot, Taker
 
 ATTEMPTS_EVERY_S = 2.0
 
@@ -23,6 +22,7 @@ class Source(threading.Thread):
         self,
         run_dir: Path,
         deliver: Callable[[Snapshot], None],
+        readers: Mapping[str, PageReader],
         *,
         hz: float = 2.0,
         follow_attempts: bool = True,
@@ -32,12 +32,14 @@ class Source(threading.Thread):
         Args:
             run_dir: The run to show; a restarted job's newest attempt is followed from there.
             deliver: Called from this thread with each new snapshot.
+            readers: What each screen reads beyond the frame.
             hz: How often to look for news.
             follow_attempts: Switch to a newer attempt of the same run when there is one.
         """
         super().__init__(name="distdiag-reader", daemon=True)
         self._dir = run_dir
         self._deliver = deliver
+        self._readers = readers
         self._period_s = 1.0 / hz
         self._follow = follow_attempts
         self._wake = threading.Condition()
@@ -105,7 +107,7 @@ class Source(threading.Thread):
         try:
             if self._taker is None:
                 self._run = open_run(self._dir)
-                self._taker = Taker(self._run, readers())
+                self._taker = Taker(self._run, self._readers)
             self._good = self._taker.take(request)
             return self._good
         except RunUnreadable as e:

@@ -10,8 +10,8 @@ from distdiag.store import stacks as store
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.terms.frames import USER, owner
+from distdiag.tui.data import excerpt
 from distdiag.tui.data.snapshot import Request
-from distdiag.tui.draw import excerpt
 
 MAX_SITES = 6
 

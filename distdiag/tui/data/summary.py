@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import Life
 from distdiag.store.frames import RankTable
+from distdiag.terms.quantiles import median_low, quantile
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.text import cells, clean, median_low, quantile
+from distdiag.tui.draw.text import cells, clean
 
 Waiting = tuple[str, str, int | None, int | None]  # op, group, seq, bytes
 

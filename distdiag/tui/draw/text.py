@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from functools import lru_cache
 
+from distdiag.terms.quantiles import quantile
 from distdiag.terms.sites import line_text
 
 # the formatters of terms that the screens use, so that they import their text from one file
@@ -150,19 +151,7 @@ def quote(path: object) -> str:
     return clean(shlex.quote(str(path)))
 
 
-# -- statistics and bars ------------------------------------------------------------------------------------------
-
-
-def quantile(ordered: Sequence[float], q: float) -> float | None:
-    """Return the value at share `q` of a sorted sequence (nearest rank, the lower one); None if it is empty."""
-    if not ordered:
-        return None
-    return ordered[min(len(ordered) - 1, max(0, math.ceil(q * len(ordered)) - 1))]
-
-
-def median_low(values: Sequence[float]) -> float | None:
-    """Return the lower median: with two ranks the faster one is the reference."""
-    return quantile(sorted(values), 0.5)
+# -- bars ---------------------------------------------------------------------------------------------------------
 
 
 def spark(values: Sequence[float | None], width: int) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from distdiag.store.frames import RankRow
 from distdiag.store.rows import LoaderRow
+from distdiag.terms.quantiles import median_low
 from distdiag.tui.data import loader_data
 from distdiag.tui.data.loader_data import LoaderData, Waited
 from distdiag.tui.data.snapshot import Request, Snapshot
@@ -17,7 +18,7 @@ from distdiag.tui.draw.charts import MIN_HEIGHT as CHART_HEIGHT
 from distdiag.tui.draw.charts import Chart, Curve, grid
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, line, width_of
 from distdiag.tui.draw.table import Cell, Column, choose, header, row
-from distdiag.tui.draw.text import MISSING, clean, counted, integer, median_low, milliseconds, percent, place
+from distdiag.tui.draw.text import MISSING, clean, counted, integer, milliseconds, percent, place
 from distdiag.tui.screens.page import RankedPage, lead
 from distdiag.tui.ui import Ui
 

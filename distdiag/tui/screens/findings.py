@@ -12,8 +12,9 @@ from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event
 from distdiag.terms.units import size_text
+from distdiag.tui.data import excerpt
 from distdiag.tui.data.snapshot import Request, Snapshot
-from distdiag.tui.draw import excerpt, severity
+from distdiag.tui.draw import severity
 from distdiag.tui.draw.charts import side_by_side
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut, fitted, labelled, line, marked, rule, width_of
 from distdiag.tui.draw.text import cells, clean, clip, clock, counted, wrap

@@ -13,8 +13,9 @@ from distdiag.store.reader import Run
 from distdiag.traces import saved
 from distdiag.traces.model import Comparison, Profile, RankTimes, parts_of
 from distdiag.traces.text import place
+from distdiag.tui.data import excerpt
 from distdiag.tui.data.snapshot import Request, Snapshot
-from distdiag.tui.draw import bars, excerpt
+from distdiag.tui.draw import bars
 from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, line, rule
 from distdiag.tui.draw.palette import PARTS
 from distdiag.tui.draw.table import Column, choose, header, row

@@ -6,6 +6,7 @@ import math
 
 from distdiag.store.frames import RankRow
 from distdiag.terms.activity import SHOWN
+from distdiag.terms.quantiles import median_low, quantile
 from distdiag.terms.signals import signal_name
 from distdiag.terms.steps import PHASES, STEP_PARTS
 from distdiag.tui.data import rank_data
@@ -25,11 +26,9 @@ from distdiag.tui.draw.text import (
     fit,
     gib,
     integer,
-    median_low,
     milliseconds,
     percent,
     place,
-    quantile,
     quote,
     rate,
     seconds,

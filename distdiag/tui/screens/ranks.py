@@ -18,7 +18,7 @@ from distdiag.tui.draw.severity import OK, Mark
 from distdiag.tui.draw.table import choose, header, row
 from distdiag.tui.draw.text import MISSING, cells, clean, milliseconds, percent, size
 from distdiag.tui.panels import footer_panel, state_line, step_line
-from distdiag.tui.screens import comm
+from distdiag.tui.screens import comm, history_charts
 from distdiag.tui.screens.page import RankedPage, Sheet, lead
 from distdiag.tui.screens.ranks_columns import Shown, columns_for, groups, list_groups
 from distdiag.tui.ui import Ui
@@ -44,7 +44,7 @@ class RanksPage(RankedPage[RanksData]):
         """Return the charts; drawn again every second, and in a replay at every new time."""
         key = (points[-1:] if paused else bool(points), int(now), paused, how)
         if self._charts[0] != key:
-            self._charts = (key, history.chart_lines(points, now, *how))
+            self._charts = (key, history_charts.chart_lines(points, now, *how))
         return self._charts[1]
 
     def request(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Request:

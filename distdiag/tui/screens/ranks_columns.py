@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from distdiag.store.frames import RankRow
+from distdiag.terms.quantiles import median_low
 from distdiag.tui.data.order import ordered
 from distdiag.tui.data.ranks_data import Capacity
 from distdiag.tui.data.snapshot import Snapshot
@@ -23,7 +24,6 @@ from distdiag.tui.draw.text import (
     fit,
     gib,
     integer,
-    median_low,
     milliseconds,
     place,
     seconds,

@@ -11,7 +11,7 @@ from typing import Any
 from distdiag.guard import regular
 from distdiag.store.liveness import number
 from distdiag.store.reader import Run
-from distdiag.tui.draw.text import clean
+from distdiag.terms.untrusted import visible
 
 BEFORE, AFTER = 24, 8  # lines that are read; what decides whether a rank gets to a line is above it
 KEPT = 16  # excerpts in the cache
@@ -52,7 +52,7 @@ def read(file: str, line: int, started_unix_s: float | None) -> Excerpt:
         return Excerpt(file, line, why="its source has fewer lines now")
     first = max(1, line - BEFORE)
     shown = every[first - 1 : line + AFTER]
-    lines = tuple((first + i, clean(x[:MAX_LINE].rstrip("\r").expandtabs(4))) for i, x in enumerate(shown))
+    lines = tuple((first + i, visible(x[:MAX_LINE].rstrip("\r").expandtabs(4))) for i, x in enumerate(shown))
     changed = started_unix_s is not None and about.st_mtime > started_unix_s
     return Excerpt(file, line, lines, "changed since the run began: lines may have moved" if changed else "")
 
