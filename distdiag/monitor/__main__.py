@@ -90,9 +90,9 @@ def main(argv: list[str]) -> int:
             base = options.run_dir.parent if options.run_dir.name.startswith("attempt_") else options.run_dir
             rundir.mark_latest(base)
         Monitor(
-            options.run_dir, options.pages, options.node, options.quiet, options.keep, overflow=options.overflow,
-            priority=Priority(always_ordinary=options.for_reader), tape=options.tape, metrics=options.metrics,
-            nodes_port=options.nodes_port,
+            options.run_dir, options.pages, options.node, quiet=options.quiet, keep_bytes=options.keep,
+            overflow=options.overflow, priority=Priority(always_ordinary=options.for_reader), tape=options.tape,
+            metrics=options.metrics, nodes_port=options.nodes_port,
         ).run()  # fmt: skip
     except Exception:
         # the job's output must not show our failure: it goes to the log, and readers see that the monitor is gone

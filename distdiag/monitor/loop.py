@@ -60,6 +60,7 @@ class Monitor:
         run_dir: Path,
         pages: Path,
         node: int,
+        *,
         quiet: bool,
         keep_bytes: int,
         overflow: Path | None = None,
@@ -354,8 +355,9 @@ class Monitor:
         self.recording.write_facts(s, self.started_unix_s)
         self.recording.write_nodes(s.t_s, self.nodes)
         for f in self.own.faults(
-            self.now_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s, self.nodes.failed,
-            self.sampling.gpus.silent_s(), self.pages.damaged, self.diagnosis.contradicted, s, self.nodes.faults,
+            self.now_s, self.views, self.diagnosis.failures, self.writer, self.started_unix_s,
+            exchange=self.nodes.failed, driver_silent_s=self.sampling.gpus.silent_s(), damaged=self.pages.damaged,
+            contradicted=self.diagnosis.contradicted, snapshot=s, elsewhere=self.nodes.faults,
         ):  # fmt: skip
             self.writer.finding(f)
         self.nodes.note(self.own.found)

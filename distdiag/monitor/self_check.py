@@ -166,6 +166,7 @@ class OwnFaults:
         failures: Iterable[str],
         writer: Writer,
         started_unix_s: float,
+        *,
         exchange: str | None = None,
         driver_silent_s: float | None = None,
         damaged: Mapping[str, tuple[int | None, str]] | None = None,

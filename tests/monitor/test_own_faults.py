@@ -48,8 +48,8 @@ class Run:
         for view in self.views.values():
             view.refresh(T_S)
         began_s = time.time() - began_s_ago
-        more = {"contradicted": contradicted, "snapshot": snapshot}
-        return self.own.faults(T_S, self.views, failures, self.writer, began_s, exchange, **more)
+        more = {"exchange": exchange, "contradicted": contradicted, "snapshot": snapshot}
+        return self.own.faults(T_S, self.views, failures, self.writer, began_s, **more)
 
     def close(self) -> None:
         self.writer.close()
