@@ -17,7 +17,7 @@ from distdiag.diagnosis.kinds import KINDS
 from distdiag.diagnosis.rules import RULES
 from distdiag.diagnosis.text.template import Template
 from distdiag.monitor import self_check
-from distdiag.sources.dumps import findings
+from distdiag.sources.dumps import absent
 
 PROJECT = Path(__file__).parents[2]
 DIAGNOSIS = PROJECT / "distdiag" / "diagnosis"
@@ -90,7 +90,7 @@ def test_recorder_has_the_causes_that_the_monitor_and_the_reader_of_dumps_report
     given += [x.value for x in tree if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "cause"]
     chosen = [part for x in given for part in ((x.body, x.orelse) if isinstance(x, ast.IfExp) else (x,))]
     own = {x.value for x in chosen if isinstance(x, ast.Constant)} | set(self_check.ADVICE)
-    dumps = {x.cause for x in vars(findings).values() if isinstance(x, Template) and x.kind is kinds.RECORDER}
+    dumps = {x.cause for x in vars(absent).values() if isinstance(x, Template) and x.kind is kinds.RECORDER}
     assert set(kinds.RECORDER.causes) == own | dumps
 
 
