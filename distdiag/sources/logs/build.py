@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, shortened, where_at
 from distdiag.diagnosis.text.template import Template
 from distdiag.sources.logs.facts import Collected, Fact
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.message import Role
 
 OF_NODE = ("torchrun", "accelerate")  # how tracebacks name the launcher that is on every node
 ENDED = "the job ended, or hangs without it"  # what a lost rank costs

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 
 from distdiag.guard import TOGETHER, Announce, stored_bytes
-from distdiag.sources.logs import later, lines, slow
+from distdiag.sources.logs import later, lines
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.hosts import LASTING
-from distdiag.sources.logs.join import same_port
 from distdiag.sources.logs.later import Later
-from distdiag.sources.logs.patterns import TABLE, Role
+from distdiag.sources.logs.learned import Learned
+from distdiag.sources.logs.message import Role
+from distdiag.sources.logs.patterns import MESSAGES, TABLE
 from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables, rank_of
 from distdiag.sources.logs.tracebacks import PASSES_OVER, PREFIX, PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
-from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
+from distdiag.terms.untrusted import bounded, is_rank
 
 MAX_FACTS = 50_000
 MAX_OF_ONE = 8  # facts of one kind by one writer that are kept; the rest are counted
@@ -46,9 +46,7 @@ _STATE_LINES = 5
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
-_OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
 _DIGIT = bounded(r"\d+")
-_OF_RUNS = ("tasks", "command", "restart", "launch", "again", "requeued")
 _STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
 _NPU_HEAD, _NPU_CODE = bounded(r"\bRankID:\d{1,6}\) ERR\d"), bounded(r"^E[A-Z]\d{4}: ")
@@ -63,18 +61,16 @@ class Collector:
         self._bounds = lines.Bounds()
         self._wrapped = wrapped or {}  # the column at which a terminal wrapped the lines of a file
         self._of_one: dict[tuple[object, ...], int] = {}
+        self._learned = Learned(self.result, self.later, self._of_one)
         self._times: dict[tuple[object, ...], tuple[str, float]] = {}  # of each process's newest line
         self._table = Tables()
         self._tracebacks = Tracebacks(self.result, self._add)
         self._section: int | None = None  # the rank whose lines follow
         self._actor: dict[str, str] = {}
-        self._pod, self._earlier = "", 0  # of `kubectl describe`: the pod, and the last line on its earlier container
+        self._earlier = 0  # of `kubectl describe`: the last line on a pod's earlier container
         self._missing: tuple[tuple[object, ...], int] = (), 0  # whose lines name missing ranks, and up to which
         self._of_launchers = False  # the numbers of ranks in front of the lines are those of launchers: of nodes
-        self._run = (0, 0)
-        self._stopped: tuple[Path, tuple[int, int]] | None = None  # the last run that a scheduler stopped
         self._order = 0
-        self._command = ""  # by which a shell started the job, without what is another one for each launch
         self._begun = ""  # of a message that the next line continues
         self._of_npu: tuple[int | None, int] = None, 0  # the rank of an exception that the next line continues
         self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
@@ -120,9 +116,8 @@ class Collector:
             if path in out.recorded:
                 out.recorded[path].flush()
             self._times.clear()
-            self._section, self._pod, self._earlier, self._actor, self._command = None, "", 0, {}, ""
-            self._of_npu = None, 0
-            self._run = (0, 0)
+            self._section, self._earlier, self._actor, self._of_npu = None, 0, {}, (None, 0)
+            self._learned.pod, self._learned.begun_by, self._learned.run = "", "", (0, 0)
         for fact in out.named("timeout"):
             self._tracebacks.place(fact)
         out.ranks |= set(filter(is_rank, bounds.ranks))
@@ -152,12 +147,6 @@ class Collector:
                 return [f for f in facts if f.line > stop.line]
         return facts
 
-    def _next_run(self, launch: bool) -> None:
-        """Note that what follows is of another launch, or attempt, if this one has had an error."""
-        if any(f.run == self._run for f in self.result.facts[-1:]):
-            number, attempt = self._run
-            self._run = (number + 1, 0) if launch else (number, attempt + 1)
-
     def _read_line(self, path: Path, number: int, text: str, who: Writer) -> None:
         if text.rstrip().endswith(_GOES_ON):  # the rest is on the next line
             self._begun = f"{text.rstrip()} "
@@ -172,7 +161,7 @@ class Collector:
         if who.loose:
             self._of_launchers = self._of_launchers or _OF_LAUNCHER.search(text) is not None
             who.rank = None if self._of_launchers else who.rank
-        who.process = who.process or (self._pod if who.rank is None else "")
+        who.process = who.process or (self._learned.pod if who.rank is None else "")
         if (section := _SECTION.search(text)) is not None:
             named = section["r"] or section["of_file"]
             self._section = int(named) if named and "--End" not in text else None
@@ -234,8 +223,8 @@ class Collector:
             elif self._actor:
                 self._actor["host" if m["key"] == "ip" else "pid"] = m["value"]
         if (m := _POD.match(text)) is not None:
-            self._pod, self._earlier = m["pod"] or m["of"], 0
-        elif self._pod and (m := _STATE.match(text)) is not None:
+            self._learned.pod, self._earlier = m["pod"] or m["of"], 0
+        elif self._learned.pod and (m := _STATE.match(text)) is not None:
             self._earlier = number + _STATE_LINES if m["last"] and self._earlier < 0 else -(m["state"] != "Waiting")
 
     def _look_up(self, line: Line) -> None:
@@ -266,10 +255,12 @@ class Collector:
             keys = ("host", "pid") if name == "lost_worker" else ("host",)
             fields |= {key: self._actor[key] for key in keys if key in self._actor}
             self._actor = {}
-        self._learn(name, fields, line)
-        if role is Role.FACT or (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)):
+        if role is Role.FACT:
+            self._learned.take(name, fields, line)
             return None
-        if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):
+        if (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)) or any(
+            len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()
+        ):
             return None
         if name == "ended" and who.rank is not None:
             out.is_rank_of(int(fields.get("pid", "-1")), who.rank)
@@ -277,7 +268,7 @@ class Collector:
         about = {int(fields[k]) for k in _RANK_FIELDS if fields.get(k, "").isdigit()}
         if not all(map(is_rank, about)):
             return None
-        if name != "unique_id" and "group" not in fields:  # there the numbers are those of the group
+        if not (MESSAGES[name].of_group or "group" in fields):
             out.ranks |= about
         kind = fields.get("type", "") + _DIGIT.sub("#", fields.get("what", "")[:60]) if name == "exception" else ""
         kind = " ".join(fields) if name == "host_report" else kind
@@ -286,125 +277,22 @@ class Collector:
         if seen > MAX_OF_ONE or len(out.facts) >= MAX_FACTS:
             return None
         at = who.at or self._times.get(line.source)
-        fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._run)
+        fact = Fact(
+            name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._learned.run
+        )
         if name in _STOPS or name == "node_lost":
-            self._stopped = line.path, self._run
+            self._learned.stopped = line.path, self._learned.run
         fact.engine = _ENGINE.match(who.process) is not None
         (out.past if role is Role.EXIT and line.number <= self._earlier else out.facts).append(fact)
         if name == "fatal":
             self._tracebacks.fatal(fact, line.source)
         return fact
 
-    def _learn(self, name: str, fields: Mapping[str, str], line: Line) -> None:
-        """Take what a line says about ranks, processes and runs, whether or not it is also a fact."""
-        out, who = self.result, line.who
-        if name in ("nccl_rank", "own_rank"):
-            if name == "own_rank":
-                out.ranks |= set(filter(is_rank, [int(fields["r"][:7])]))
-                out.announced |= set(filter(is_rank, [int(fields["r"][:7])]))
-            self._size(int(fields["r"][:7]), int(fields.get("world", "0")[:7]), who)
-            if "bus" in fields and who.process and len(out.devices) < MAX_WRITERS:
-                bus = int(fields["bus"], 16)
-                out.devices[who.host, f"{bus >> 20:04x}:{bus >> 12 & 255:02x}:{bus >> 4 & 255:02x}"] = who.process
-        elif name == "world":
-            self._size(0, int(fields["world"]), Writer())
-        elif name == "torchrun":
-            out.per_node = True
-        elif name == "nccl_runs" and len(out.nccl) < MAX_WRITERS:
-            out.nccl.setdefault((who.rank, who.host or who.label, line.path.name), set()).add(fields["version"])
-        elif name == "interface" and who.host and len(out.interfaces) < MAX_WRITERS:
-            out.interfaces[who.host] = fields["dev"], fields["addr"]
-        elif name == "nccl_setting" and who.host and len(out.settings) < MAX_WRITERS:
-            out.settings.setdefault(who.host, {})[fields["key"]] = fields["value"]
-        elif name == "joined":
-            out.joined |= set(filter(is_rank, [int(fields["r"][:7])]))
-        elif name == "torn_down" and len(out.pid_of) < MAX_WRITERS:
-            out.pid_of.setdefault((line.path, fields["pci"]), int(fields["pid"]))
-        elif name == "no_name":
-            out.unreached[line.path, who.process or who.label] = f"the name does not resolve ({fields['why']})"
-        elif name == "no_answer":
-            out.unreached[line.path, who.process or who.label] = fields["why"].lower()
-        elif name == "env" and is_rank(rank := int(fields["r"][:7])):
-            out.by_path.setdefault(line.path, set()).add(rank)
-            out.env.setdefault(line.path, set()).add(rank)
-            if who.process:
-                out.is_rank_of((who.process, who.host), rank)
-            self._size(rank, int(fields.get("world", "0")[:7]), Writer())
-        elif name in _OF_RUNS:
-            self._learn_of_run(name, fields, line)
-        else:
-            self._learn_of_node(name, fields, line)
-
-    def _learn_of_run(self, name: str, fields: Mapping[str, str], line: Line) -> None:
-        """Note where another launch, or attempt, begins."""
-        if name == "tasks":
-            self.result.tasks = int(fields["n"])
-        elif name == "command":
-            before, self._command = self._command, _OF_ONE_LAUNCH.sub("", fields["command"])
-            if before == self._command:  # of another node, it would differ
-                self._next_run(launch=True)
-        elif name in ("restart", "launch", "again"):
-            self.later.restarts[line.path] = line.number
-            if name != "again":
-                self._next_run(name == "launch")
-        elif name == "requeued" and self._stopped == (line.path, self._run):
-            self.later.restarts[line.path] = line.number
-            self._next_run(launch=True)
-
-    def _learn_of_node(self, name: str, fields: Mapping[str, str], line: Line) -> None:
-        """Take what a line of a launcher or the driver says about a node, its ports, its ranks, their speed, the first node's address."""
-        out, who = self.result, line.who
-        if name == "port_active":
-            back = Fact(name, Role.FACT, dict(fields), who, line.path, line.number, self._order, at=who.at)
-            for f in (f for f in out.named("port_error") if same_port(f, back)):
-                f.back = f.back or back
-        elif name == "storage_back":
-            of_file = (f for f in out.named("host_report") if f.path == line.path)
-            over = {id(f) for f in of_file if fields.items() <= f.fields.items()}
-            out.facts = [f for f in out.facts if id(f) not in over]
-        elif name == "pod_begun":
-            pod, waited = fields.get("pod") or who.process, "pull" if "pulled" in fields else "nodes are available"
-            over = {id(f) for f in out.named("not_started") if waited in f.fields["what"]}
-            out.facts = [f for f in out.facts if id(f) not in over or (f.fields.get("pod") or f.who.process) != pod]
-        elif name == "ras":  # a new report takes the place of the last one
-            out.facts = [f for f in out.facts if not (f.name.startswith("ras_") and f.path == line.path)]
-            self._of_one = {key: n for key, n in self._of_one.items() if not str(key[0]).startswith("ras_")}
-        elif name in slow.SERIES and len(out.series) < MAX_WRITERS:
-            f = Fact(name, Role.FACT, dict(fields), who, line.path, line.number, self._order)
-            slow.keep(out.series.setdefault((name, line.path, who.rank), []), f)
-        elif name == "closing" and len(out.closed) < MAX_WRITERS:
-            out.closed.add(fields["pid"])
-        elif name == "pod_node" and self._pod and len(out.node_of) < MAX_WRITERS:
-            out.node_of[self._pod] = fields["node"]
-        elif name == "nodes_wanted":
-            out.nodes_wanted = max(out.nodes_wanted, int(fields["nodes"]))
-        elif name == "gpus":
-            out.gpus = int(fields["n"])
-        elif name == "node_came" and len(out.nodes_came) < MAX_WRITERS:
-            out.nodes_came.add(fields["node"])
-        elif name == "master" and len(out.masters) < MAX_WRITERS:
-            out.masters.setdefault(who.label or line.path.name, {}).update(fields)
-        elif name == "first_rank" and len(out.first_rank) < MAX_WRITERS:
-            first, launcher = int(fields["node"][:7]) * int(fields.get("local", "1")[:7]), (line.path, who.label)
-            out.first_rank[launcher] = first if out.first_rank.get(launcher, first) == first else -1
-        elif name == "spawned" and len(out.local_of) < MAX_WRITERS:
-            out.local_of[who.label, fields["pid"]] = int(fields["local"][:7])
-
     def _end_rows(self, path: Path, at_end: bool = False) -> None:
         """Add how processes ended, from a launcher's table of several lines."""
         for line, row in self._table.take(at_end):
             who = Writer(rank=rank_of(row), host=row.get("host", ""), at=time_of(row.get("time", "")))
             self._add("ended", Role.EXIT, row, Line(path, line, "", who, (path,), self._order))
-
-    def _size(self, rank: int, world: int, who: Writer) -> None:
-        """Note the number of ranks, and the rank of a process, from the line of a communicator."""
-        out = self.result
-        if not (is_rank(rank) and rank < world <= MAX_RANKS):
-            return
-        out.world_size = max(out.world_size or 0, world)
-        if who.process and len(out.in_world) < MAX_WRITERS:
-            key = who.process, who.host, who.pid
-            out.in_world[key] = max((world, rank), out.in_world.get(key, (0, 0)), key=itemgetter(0))
 
 
 def _mentioned(before: str, role: Role) -> bool:

@@ -12,13 +12,11 @@ from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before, earlier, process
-from distdiag.sources.logs.meanings import GENERAL, MEANINGS, RERUNS
+from distdiag.sources.logs.meanings import GENERAL, RERUNS
+from distdiag.sources.logs.patterns import MEANINGS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
-# how a process reports that a device failed
-_OF_PROCESS = ("cuda_error", "ecc", "device_lost", "device_critical", "hip_error")
-_OF_DRIVER = ("sxid", "amd_fault", "device_ecc", "device_fault")
 _LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exited unexpectedly")
 _THREAD_ENDED = bounded(r"Pin memory thread exited unexpectedly")
 _HAS = bounded(r"^ha[sd] ")  # of the texts on a device
@@ -175,7 +173,7 @@ def _same_message(a: Fact, b: Fact) -> bool:
 
 def _of_devices(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without what processes report of a device whose failure the driver reports."""
-    for first in [r for r in reasons if "xid" in r.facts[0].fields or r.facts[0].name in _OF_DRIVER]:
+    for first in [r for r in reasons if r.facts[0].message.of_driver]:
         for r in [r for r in reasons if r is not first and _reports(r, first)]:
             reasons = [q for q in reasons if q is not r]
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}
@@ -196,7 +194,7 @@ def _of_devices(reasons: list[Reason]) -> list[Reason]:
 def _reports(r: Reason, first: Reason) -> bool:
     """True if a reason is how processes saw the failure of this device."""
     a = first.facts[0]
-    return all(f.name in _OF_PROCESS and "pci" not in f.fields and _near(a, f) for f in r.facts)
+    return all(f.message.of_process and "pci" not in f.fields and _near(a, f) for f in r.facts)
 
 
 def _near(a: Fact, b: Fact) -> bool:

@@ -13,8 +13,8 @@ from distdiag.sources.logs.build import ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before
-from distdiag.sources.logs.meanings import MEANINGS, Meaning
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.message import Meaning, Role
+from distdiag.sources.logs.patterns import MEANINGS
 from distdiag.sources.logs.rows import FOLLOWS, NO_ROUTE
 from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import MAX_INT
@@ -22,24 +22,19 @@ from distdiag.terms.untrusted import MAX_INT
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
 _SENT = ("SIGTERM", "SIGINT", "SIGABRT", "SIGHUP")
-# what a process reports before torch aborts it
-_ABORTS = ("ib", "efa", "nccl_error", "timeout", "timeout_cut", "counters")
 _FAULTS = ("SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
 _BY_KERNEL = ("SIGKILL", *_FAULTS)
 _OF_TEXT = {
     "Out Of Memory": -9, "Killed": -9, "Segmentation fault": -11, "segfault": -11, "Segfault": -11, "Bus error": -7, "Aborted": -6, "Terminated": -15, "Floating point exception": -8,
     "Illegal instruction": -4,
 }  # fmt: skip
-# of ranks that did not find each other: what ended their processes came after it
-_NOT_STARTED = ("full_mesh", "store_connect", "clients", "store_barrier", "rendezvous")
-_LAUNCHERS = {"exit_tasks": "srun", "lost_worker": "parent", "mpi_abort": "mpi"}
 EXIT_CODE = "ended with exit code"
 LOST = "was lost: killed, or crashed in native code"
 BY_PROGRAM = "by the program (MPI_Abort)"
 
 
 def _launcher(end: Fact) -> str:
-    return _LAUNCHERS.get(end.name) or end.fields.get("launcher", "line")
+    return end.message.launcher or end.fields.get("launcher", "line")
 
 
 def _by(end: Fact) -> str:
@@ -77,7 +72,7 @@ def of_exits(
     if any(f.role is Role.WAIT for f in found.facts):
         pids.add(None)
     ends = _ends(found)
-    aborts = any(f.name in _ABORTS and f.rank is None and not FOLLOWS.search(f.text) for f in found.facts)
+    aborts = any(f.message.aborts and f.rank is None and not FOLLOWS.search(f.text) for f in found.facts)
     killed = {id(end) for end in _killed_by_launcher(ends, bool(memory))}
     named = bool(explained) and any(end.rank is not None for end in ends)
     before_it = [f for f in found.facts if _needs_no_end(f)]
@@ -116,7 +111,7 @@ def of_exits(
 def _of_memory(found: Collected, memory: list[Fact]) -> Reason:
     """Return the reason of processes that were killed because their host, or their limit, ran out of memory."""
     exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
-    meaning = MEANINGS["full_host" if all("all" in f.fields for f in exact) else "host_oom"]
+    meaning = meanings.FULL_HOST if all("all" in f.fields for f in exact) else MEANINGS["host_oom"]
     named = [filter(None, (_whose(f) for f in facts if f.rank is None)) for facts in (exact, memory)]
     named = list(dict.fromkeys(named[0])) or ([] if ranks_of(memory) else list(dict.fromkeys(named[1])))
     hosts = {f.fields["host"] for f in exact if "host" in f.fields and ranks_of(memory)}
@@ -182,7 +177,7 @@ def _followed(end: Fact, explained: set[int], waited: set[int], memory: bool) ->
 def _needs_no_end(f: Fact) -> bool:
     """True if a rank waited until a timeout, or never got a connection: neither shows that a process ended before."""
     no_route = f.role is Role.VICTIM and NO_ROUTE.search(f.fields.get("reason", "")) is not None
-    return f.role is Role.WAIT or f.name in _NOT_STARTED or no_route
+    return f.role is Role.WAIT or f.message.unstarted or no_route
 
 
 def _of_nobody(end: Fact) -> bool:
@@ -245,7 +240,7 @@ def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
 
 
 def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
-    """Give the one failure without ranks those that ended as it says, if their number is equal; return the other ends.
+    """If one failure names no rank and as many processes ended in its way, assign them to it. Return the rest.
 
     An exception ends a process with an exit code, a fault in native code by its signal; a parent that lost a worker after it does
     not see by which one.

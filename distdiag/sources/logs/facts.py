@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.message import Message, Role
+from distdiag.sources.logs.patterns import MESSAGES
 from distdiag.sources.logs.recorded import Recorded
 from distdiag.sources.logs.writers import Writer
 from distdiag.terms.untrusted import MAX_INT
@@ -57,6 +58,11 @@ class Fact:
     package: str = ""  # the installed package that raised it; empty for torch and the user's code
     file: str = ""  # the name of its file, if there are several
     back: Fact | None = None  # the line by which the port that it reports was active again
+
+    @property
+    def message(self) -> Message:
+        """Return the record of its message."""
+        return MESSAGES[self.name]
 
     def number(self, key: str) -> int | None:
         """Return a field as a number; None if the line lacks it, or it exceeds any count."""

@@ -14,9 +14,8 @@ from distdiag.sources.logs import build, meanings
 from distdiag.sources.logs.build import ENDED, Fields, finding, library, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.gpu_memory import memory_of_others
-from distdiag.sources.logs.join import OWN, absent_ranks, before, earlier, first_waits, process
-from distdiag.sources.logs.meanings import MEANINGS, Meaning
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.join import absent_ranks, before, earlier, first_waits, process
+from distdiag.sources.logs.message import Meaning, Role
 from distdiag.sources.logs.tracebacks import LOST
 from distdiag.sources.logs.waiting import op_name
 from distdiag.terms.untrusted import bounded, is_rank, numbers
@@ -32,17 +31,7 @@ _PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a d
 _RACE = bounded(r"No such file or directory: .{1,300} -> |\bFile exists: |\bDirectory not empty: ")
 _DIRECTORIES = bounded(r"/\S{24,400}/(?=[^\s/])")  # of a long path; its last part says more
 _ADDRESS, _NUMBER = bounded(r"0x[0-9a-f]+"), bounded(r"0x[0-9a-f]+|\d+")
-# of the program or its settings, if all ranks have it
-_OF_ALL = (MEANINGS["exception"], MEANINGS["usage"], MEANINGS["port_in_use"])
-_OF_NODE = ("node_lost", "host_fault")  # all ranks of a node are lost
 _OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
-_OF_THE_LINE = {  # ranks it is about
-    "duplicate_gpu": ("a", "b"),
-    "rank_twice": ("a",),
-    "nccl_mismatch": ("near",),
-    "nan_gradient": ("r",),
-    "nan_loss": ("r",),
-}
 
 
 @dataclass(slots=True)
@@ -81,7 +70,7 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     waits = first_waits(found)
     timeouts = [f for f in waits.values() if f.role is Role.WAIT]
     of_device = {
-        f.rank for f in found.facts if f.rank is not None and f.name in MEANINGS and MEANINGS[f.name].kind == "gpu"
+        f.rank for f in found.facts if f.rank is not None and (known := f.message.meaning) and known.kind == "gpu"
     }
     ended = {
         process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _REPORTS_ANOTHER.search(f.text)
@@ -90,12 +79,12 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     reasons: dict[tuple[str, str], Reason] = {}
     late: list[Fact] = []
     for f in found.facts:
-        meaning = MEANINGS.get(f.name)
+        meaning = f.message.meaning
         if f.role is not Role.CAUSE or meaning is None:
             continue
         if f.name == "exception" and not f.uncaught and process(f) in ended:
             continue
-        if f.name not in OWN:
+        if not f.message.own:
             own = waits.get(process(f))
             # the lines after an exception of a collective may say that it waited
             after = own is not None and ((f.in_collective and own.role is Role.WAIT) or before(own, f) is not False)
@@ -158,43 +147,35 @@ def _without_reports(reasons: list[Reason]) -> list[Reason]:
     return [r for r in own if r is own[0] or not (r.facts[0].name == "exception" and LOST.search(r.text))]
 
 
+def _event(f: Fact, text: str) -> tuple[str, str]:
+    """Return what the facts of one event have in common: their device, their host or job if they are `once` there, else their text."""
+    if pci := f.fields.get("pci"):
+        return "gpu", f"{f.path} {pci.rpartition('.')[0] or pci}"
+    if f.message.once == "job" or (f.message.once == "host" and (f.who.host or f.message.whole_node)):
+        return f.name, f.who.host if f.message.once == "host" else ""
+    place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
+    return f.name, _NUMBER.sub("#", text) + place
+
+
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
     text = text_of(f, meaning)
     others = f"; while handling that, it raised {shortened(f.fields['then'], 120)}" if "then" in f.fields else ""
     others, whose = memory_of_others(f, found) if f.name == "cuda_oom" else (others, "")
-    place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
-    key = (f.name, _NUMBER.sub("#", text + others) + place)
-    if pci := f.fields.get("pci"):  # all that the driver reports of one device is one event
-        key = ("gpu", f"{f.path} {pci.rpartition('.')[0] or pci}")
-    if f.name in ("hip_error", "host_fault"):  # the driver, HSA and HIP report one fault, and so does a kernel
-        key = (f.name, f.who.host if f.name == "host_fault" else "")
-    if f.name == "engine_file":  # the runtime and the server report one failure
-        key = (f.name, "")
-    if f.name == "port_error" and f.who.host:  # the kernel and NCCL name one port by two names
-        key = (f.name, f.who.host)
-    r = reasons.setdefault(key, Reason(meaning, text, meaning.advice, f.order, after=others))
+    r = reasons.setdefault(_event(f, text + others), Reason(meaning, text, meaning.advice, f.order, after=others))
     if f.name == "xid" and _xid(f) in meanings.XIDS and r.facts and _xid(r.facts[0]) not in ("", *meanings.XIDS):
         r.text, r.advice = text, meaning.advice  # the hardware names the event
         r.facts.insert(0, f)
     else:
         r.facts.append(f)
-    keys = _OF_THE_LINE.get(f.name)
-    ranks = {f.number(k) for k in keys} if keys else {f.rank}
-    if f.name in _OF_NODE:
+    ranks = {f.number(key) for key in f.message.about} or {f.rank}
+    if f.message.whole_node:
         ranks = {*found.on_host.get(f.fields.get("host", f.fields.get("node", f.who.host)), ())}
     known = {q for q in ranks if q is not None and is_rank(q)}
     r.ranks |= known
-    node, pod = f.fields.get("node"), f.fields.get("pod")
-    name = (f.who.name if f.name != "port_error" else "") or (f"host {f.who.host}" if f.who.host else f.who.name)
-    name = f"node {f.fields.get('host', node)}" if node else f"the node of pod {pod}" if pod else name
-    if meaning.kind == "gpu" and f.who.host:
-        r.hosts |= {f.who.host} if f.rank is not None else set()
-    if f.name == "nccl_host" and f.who.host:
+    if f.who.host and ((meaning.kind == "gpu" and f.rank is not None) or f.name == "nccl_host"):
         r.hosts |= {f.who.host}
-    if f.file and not f.who.host:
-        name = f"{name or meaning.subject} of {f.file}"
-    again = _has_process(r, f)
-    if (not known or f.name in _OF_NODE) and name and not again and name not in r.unnamed:
+    name, again = _writer(f, meaning), _has_process(r, f)
+    if (not known or f.message.whole_node) and name and not again and name not in r.unnamed:
         r.unnamed.append(name)
     if f.site is not None and f.rank is not None:
         r.sites.setdefault(f.rank, f.site)
@@ -205,8 +186,16 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         r.advice = meanings.OF_PROGRAM if xid in meanings.PROGRAM_XIDS else meanings.XIDS.get(xid, r.advice)
     elif f.name == "cuda_oom":
         r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), whose]
-    elif f.name in ("cuda_error", "fatal", "nccl_host") and r.advice == meaning.advice:
+    elif f.message.by_text and r.advice == meaning.advice:
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
+
+
+def _writer(f: Fact, meaning: Meaning) -> str:
+    """Return the process, host, node or file of a failure without a rank; empty if its line names none."""
+    node, pod, host = f.fields.get("node"), f.fields.get("pod"), f"host {f.who.host}" if f.who.host else ""
+    name = f"node {f.fields.get('host', node)}" if node else f"the node of pod {pod}" if pod else ""
+    name = name or (host if f.name == "port_error" else "") or f.who.name or host
+    return f"{name or meaning.subject} of {f.file}" if f.file and not f.who.host else name
 
 
 def _xid(f: Fact) -> str:
@@ -275,14 +264,14 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if nameless and len(awaited) == 1 and awaited == {*absent_ranks(found, waited)}:  # and it alone did not wait
         r.ranks, r.inferred, r.guessed = {q for q in awaited if q is not None}, True, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
-    of_line = bool(r.facts) and r.facts[0].name in _OF_THE_LINE
+    of_line = bool(r.facts) and bool(r.facts[0].message.about)
     everyone = "" if others or of_line or r.meaning.cause != "crashed" else found.all_of(r.ranks)
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
     elsewhere = found.ranks - {q for ranks_there in found.on_host.values() for q in ranks_there}
     several_hosts = len(found.on_host) > 1 or elsewhere
-    if (several_hosts or r.meaning.kind == "gpu") and r.facts[0].name not in _OF_NODE:
+    if (several_hosts or r.meaning.kind == "gpu") and not r.facts[0].message.whole_node:
         r.hosts = r.hosts or found.host_of(r.ranks)
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after + _also_known(r, found), _advice(r, found)
     if r.facts and r.facts[0].name == "port_in_use" and several:
@@ -304,7 +293,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     return finding(
         r.meaning.kind,
-        "configuration" if everyone and r.meaning in _OF_ALL and not r.reported else r.meaning.cause,
+        "configuration" if everyone and r.facts[0].message.of_program and not r.reported else r.meaning.cause,
         [*r.reported, *r.facts],
         message,
         advice,
@@ -415,7 +404,7 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
         shown = f"{len(r.unnamed):,} processes on {host}"
     nobody = r.meaning.subject
     who = "probably " * r.guessed + rank_list(ranks) if ranks else shown or nobody
-    if ranks and shown and (r.facts[0].name in _OF_NODE or any(f.serves for f in r.facts)):
+    if ranks and shown and (r.facts[0].message.whole_node or any(f.serves for f in r.facts)):
         who = f"{shown} ({who})"
     if of_node:
         who = who.replace("rank", "local rank", 1)

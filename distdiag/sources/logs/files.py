@@ -13,7 +13,8 @@ from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.files import find
 from distdiag.sources.dumps.naming import name_ranks
 from distdiag.sources.logs.lines import BLOCK_BYTES, encoding_of
-from distdiag.sources.logs.patterns import TABLE, Role
+from distdiag.sources.logs.message import Role
+from distdiag.sources.logs.patterns import TABLE
 from distdiag.sources.logs.writers import is_object, is_record
 from distdiag.terms.untrusted import bounded, is_rank
 

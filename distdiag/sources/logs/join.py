@@ -15,7 +15,7 @@ from pathlib import Path
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import ranks_of
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.writers import apart
 from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.untrusted import bounded, is_rank
@@ -23,15 +23,6 @@ from distdiag.terms.untrusted import bounded, is_rank
 LATER_S = 2.0  # the clocks of hosts differ by less
 HERE = ("127.0.0.1", "127.0.1.1", "localhost", "localhost.localdomain", "::1")  # each host itself
 WAITED = (Role.WAIT, Role.VICTIM)
-# failures of the device, of the launch or of the host's memory: never a consequence of another failure
-OWN = (
-    "xid", "sxid", "host_fault", "gpu_init", "amd_fault", "device_ecc", "device_fault", "node_lost", "ecc", "device_lost", "shm_full", "nccl_host", "port_error", "duplicate_gpu", "rank_twice", "host_oom", "npu_busy",
-)  # fmt: skip
-# what the kernel or the host reports, whichever job it hits
-OF_NODES = (
-    "xid", "sxid", "gpu_init", "device_lost", "amd_fault", "device_ecc", "device_fault", "hip_error", "port_error",
-    "host_fault", "host_oom", "exit_shell", "host_report",
-)  # fmt: skip
 # as `dmesg` and `journalctl -k` print it: where a log has it, after the job or before it, says nothing of the time
 KERNEL = bounded(
     r"^\[(?:[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}| {0,9}\d{1,9}\.\d{6})\] |^(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\S{19,40}) \S{1,253} kernel: "
@@ -99,7 +90,7 @@ def join(found: Collected) -> Collected:
     _of_full_pods(found)
     found.past += [f for f in found.facts if _of_another_job(f)]
     found.facts = [f for f in found.facts if not _of_another_job(f)]
-    if stops := found.named("cancelled", "limit", "terminated", "evicted", "evicted_pod", "preempted"):
+    if stops := [f for f in found.facts if f.role is Role.STOP and f.name != "interrupted"]:
         _name_the_preempted(found)
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
     return found
@@ -107,7 +98,7 @@ def join(found: Collected) -> Collected:
 
 def _hosts_of_files(found: Collected) -> None:
     """Give what the kernel reports in a file whose name has a host that other lines name that host."""
-    reports = [f for f in found.named(*OF_NODES) if not f.who.host and f.path not in found.by_path]
+    reports = [f for f in found.facts if f.message.of_node and not f.who.host and f.path not in found.by_path]
     names = {f.path.name for f in reports}
     known = {f.who.host for f in found.facts} | found.on_host.keys() | found.interfaces.keys()
     known = {h for h in known if _NUMBER.search(h) and any(h in name for name in names)}
@@ -295,7 +286,7 @@ def _of_another_job(f: Fact) -> bool:
 def _after_stop(f: Fact, stops: Collection[Fact]) -> bool:
     if f.name == "node_lost" and any(stop.name == "preempted" for stop in stops):
         return True  # that is how the node was lost
-    if f.role not in (Role.CAUSE, Role.START, Role.EXIT, *WAITED) or f.name in OWN:
+    if f.role not in (Role.CAUSE, Role.START, Role.EXIT, *WAITED) or f.message.own:
         return False
     return any(before(stop, f) for stop in stops)
 

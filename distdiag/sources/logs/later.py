@@ -1,4 +1,4 @@
-"""What came later: a failure is one only if its process or the job ended by it.
+"""Drop failures after which the process or job went on.
 
 The end of each file is read for progress (steps, epochs) and for words that the job ended well. They come after a failure that was
 caught, retried, restarted from, or only quoted: such a failure is a note, not a finding. How launchers report an end counts more.
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distdiag.sources.logs.facts import Collected, Fact, Loss
-from distdiag.sources.logs.join import KERNEL, OF_NODES, active_again
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.join import KERNEL, active_again
+from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.tracebacks import FOLLOWERS
 from distdiag.sources.logs.writers import Writer, apart, messages, plain, time_of
 from distdiag.terms.untrusted import MAX_INT, bounded
@@ -38,7 +38,6 @@ Time = tuple[str, float]  # clock, seconds
 _PENDING = bounded(r"nodes are available|pull")  # what a scheduler of pods reports, and tries again
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
-OF_LAUNCHERS = ("exit", "ended", "exit_unnamed")  # how torchrun and its like report the end of ranks
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
     r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: (?!0\.0\b)\d|\bPOST /\S{1,200} HTTP/\d\.\d\W{1,3}2\d\d\b|\bCheckpoint successfully created\b"
@@ -350,7 +349,7 @@ def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
         if f.role is not Role.EXIT or after is None or after.role not in (Role.CAUSE, Role.EXIT) or f.path in out:
             continue
         few = any(later.between(p, f.line, after.line, key) >= FEW for p, key in later.progress if p == f.path and key)
-        if (f.name in OF_LAUNCHERS and few) or later.went_on(f.path, f.line, after.line):
+        if (f.message.of_ranks and few) or later.went_on(f.path, f.line, after.line):
             out[f.path] = f.line + 1
     return out
 
@@ -425,7 +424,7 @@ def _started_since(f: Fact, stepped: bool, ranks: bool) -> bool:
 
 def _logs_of_nodes(found: Collected, later: Later, facts: Sequence[Fact]) -> set[Path]:
     """Return the files that only the kernel or the host of a node writes: no rank, no step and no other failure is in them."""
-    of_job = {f.path for f in facts if f.name not in OF_NODES} | {p for p, _ in later.progress} | later.over.keys()
+    of_job = {f.path for f in facts if not f.message.of_node} | {p for p, _ in later.progress} | later.over.keys()
     of_job |= found.by_path.keys()
     return {f.path for f in facts} - of_job
 

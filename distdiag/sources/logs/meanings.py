@@ -1,77 +1,21 @@
-"""What the facts in a log mean, and what to do: one row per message, or way to end. A wrong reading is mended here; what to do
-about an error of which only the text is known is in `distdiag.diagnosis.known_errors`."""
+"""Texts on failures that depend on more than their message, and what to do; what a message means is in its record, in
+`distdiag.sources.logs.messages`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
-from distdiag.diagnosis.known_errors import BUS_ERROR, FULL_GPU, FULL_SHM, TAKEN_PORT
+from distdiag.diagnosis.known_errors import BUS_ERROR, FULL_GPU, TAKEN_PORT
+from distdiag.sources.logs.message import Meaning
 from distdiag.terms.untrusted import bounded
 
-
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """What an event is reported as.
-
-    Attributes:
-        kind, cause: Kind and cause of the finding.
-        text: The message after `rank 3`, with the event's fields in braces.
-        advice: What to do.
-    """
-
-    kind: str
-    cause: str
-    text: str
-    advice: str
-
-    @property
-    def subject(self) -> str:
-        """Return who has it, if no line names a rank or a process."""
-        return "the host" if self.kind == "gpu" or self.cause == "silent" else "a process"
-
-
-NOT_FINITE = "look at that rank's batch and the loss before it, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, or another GPU has another result, test that GPU"
-_CUDA = "run once with CUDA_LAUNCH_BLOCKING=1: the line that fails may be an earlier one than the log shows"
-_DEVICE = "it is the device, not the code in the traceback: see `dmesg -T` and the vendor's tool there (`hl-smi`, `npu-smi info`): a memory error (ECC, HBM, UCE) is the hardware, so take the node out and replace it; else reset it, and take it out if only this one has it"
-MEANINGS: Mapping[str, Meaning] = MappingProxyType({
-    "cuda_oom": Meaning("rank_lost", "crashed", "ran out of GPU memory", FULL_GPU),
-    "device_oom": Meaning("rank_lost", "crashed", "ran out of device memory", "lower the batch or sequence length of that rank's largest batch, use checkpointing, or split the model over more devices; see whether another process holds memory there"),
-    "cuda_error": Meaning("rank_lost", "crashed", "had a CUDA error: {what}", _CUDA),
-    "hip_error": Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program"),
-    "xpu_lost": Meaning("gpu", "lost", "lost its GPU ({what})", "see `dmesg -T` on that host: the driver (xe, i915) reset the GPU because a job did not end, or the GPU failed; if only this GPU has it, take it out"),
-    "npu_busy": Meaning("rank_lost", "crashed", "could not start HCCL; most often a process of the last run still holds the NPU", "end the processes of the last run on that host (`npu-smi info`), wait ten seconds, and start again"),
-    "ecc": Meaning("gpu", "ecc", "has a GPU with an uncorrectable memory error (ECC)", "it is the hardware: take the node out, reset or replace the GPU; `nvidia-smi -q -d ECC`"),
-    "xid": Meaning("gpu", "xid", "has a GPU with Xid {xid} at PCI {pci}{text}", "look the Xid up in NVIDIA's list; 48, 63, 64, 74, 79, 94, 95 are hardware: take the node out"),
-    "device_lost": Meaning("gpu", "lost", "has a GPU that fell off the bus", "it is the hardware: take the node out, reseat or replace the GPU"),
-    "nccl_host": Meaning("rank_lost", "crashed", "failed in NCCL by an error of the host itself: {what}", "see the limits of the job there (`ulimit -a`) and `dmesg -T`: a call to the system or to the RDMA driver failed, not a connection"),
-    "shm_full": Meaning("rank_lost", "crashed", "probably found /dev/shm full", FULL_SHM),
-    "loader_killed": Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {signal})", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"),
-    "port_in_use": Meaning("rank_lost", "crashed", "could not listen: {port} is in use", TAKEN_PORT),
-    "duplicate_gpu": Meaning("rank_lost", "crashed", "share one GPU (device {bus})", "call torch.cuda.set_device(LOCAL_RANK) before the first collective, and check CUDA_VISIBLE_DEVICES"),
-    "fatal": Meaning("rank_lost", "crashed", "died in native code: {what}", "read the stack below it (the innermost frame comes first); check that torch, CUDA and extensions fit each other"),
-    "usage": Meaning("rank_lost", "crashed", "did not accept its arguments: {what}", "correct the command line; torchrun passes no --local-rank: read LOCAL_RANK from the environment"),
-    "rank_twice": Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"),
-    "nccl_mismatch": Meaning("mismatch", "op", "or a neighbour made a different call from the rest (NCCL found mismatched collectives)", "run again with NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG=DETAIL"),
-    "gpu_init": Meaning("gpu", "lost", "has a GPU that its driver could not start, at PCI {pci}", "it is the hardware or the driver: see `dmesg -T | grep NVRM`, take the node out, reset the GPU or reboot"),
-    "amd_fault": Meaning("gpu", "lost", "has a GPU of which the driver (amdgpu) reports, at PCI {pci}: {what}", "what ran on it is lost: see the lines before it in `dmesg -T` (a ring that timed out: a kernel that hangs; RAS: the memory), and `rocm-smi`; if only this GPU has it, take it out"),
-    "device_ecc": Meaning("gpu", "ecc", "has a device ({pci}) with an uncorrectable memory error: {what}", "it is the hardware: take the node out, reset or replace that device; see `dmesg -T` and the vendor's tool there (`hl-smi`, `npu-smi info`)"),
-    "device_fault": Meaning("gpu", "lost", "has a device ({pci}) of which its driver reports: {what}", _DEVICE),
-    "device_critical": Meaning("gpu", "lost", "had a fatal error of its device: {what} {why}", _DEVICE),
-    "sxid": Meaning("gpu", "nvlink", "has a fatal NVSwitch error: SXid {xid} at PCI {pci}: {text}", "it is the NVLink fabric: take the node out, and restart nvidia-fabricmanager; `nvidia-smi nvlink -e`"),
-    "node_lost": Meaning("rank_lost", "silent", "was lost with all its processes", "see whether that node is up, and why it failed: `sinfo -R` or `kubectl describe node`, its console and `dmesg -T`; start again without it"),
-    "nan_gradient": Meaning("nonfinite", "gradient", "found a gradient that is not finite in iteration {step} ({what})", NOT_FINITE),
-    "loss_scale": Meaning("nonfinite", "gradient", "got gradients that overflow fp16, until the loss scale was at its minimum", "look for NaN in the loss and the data, lower the learning rate, or train in bf16"),
-    "nan_loss": Meaning("nonfinite", "loss", "found a result that is not finite in iteration {step} ({what})", NOT_FINITE),
-    "host_fault": Meaning("rank_lost", "silent", "was lost with all its processes: {what}", "it is the host, most often its hardware (memory, CPU): take the node out; see its console and `ipmitool sel list`, `ras-mc-ctl --errors`"),
-    "port_error": Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL survives only an outage that is shorter than its retries (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT)"),
-    "engine_file": Meaning("rank_lost", "crashed", "could not load a TensorRT engine: {what}", "build the engine again with the TensorRT (TensorRT-LLM) of the image that serves it, on the same kind of GPU; or serve it with the image that built it"),
-    "bad_alloc": Meaning("rank_lost", "crashed", "could not get host memory (std::bad_alloc)", "give the job more host memory (--mem, resources.limits.memory, `ulimit -v`), or use fewer DataLoader workers"),
-    "exception": Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""),
-    "full_host": Meaning("rank_lost", "killed", "was killed: the host itself ran out of memory, not a limit of the job", "no limit of the job (--mem, resources.limits.memory) was reached: let the ranks of that host hold less (offload to the CPU, copies of the model while it loads, pinned memory, DataLoader workers, checkpoints in /dev/shm), give it fewer ranks or more memory, or see what else holds memory there"),
-    "host_oom": Meaning("rank_lost", "killed", "was killed: the host or its memory limit ran out of memory", "give the job more host memory (--mem, resources.limits.memory), or use fewer DataLoader workers; pinned memory and checkpoints in /dev/shm count, too"),
-})  # fmt: skip
+FULL_HOST = Meaning(
+    "rank_lost",
+    "killed",
+    "was killed: the host itself ran out of memory, not a limit of the job",
+    "no limit of the job (--mem, resources.limits.memory) was reached: let the ranks of that host hold less (offload to the CPU, copies of the model while it loads, pinned memory, DataLoader workers, checkpoints in /dev/shm), give it fewer ranks or more memory, or see what else holds memory there",
+)
 # what Megatron found when it ran an iteration again, and what to do
 RERUNS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "transient": ("run again on the same GPU (node {host}, device {device}), it got another result: probably a fault of that GPU", "test that GPU (`dcgmi diag -r 3`), take its node out if it fails or if this comes back, and resume from the last checkpoint: data and program are probably right"),
@@ -101,17 +45,10 @@ XIDS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 PROGRAM_XIDS = ("13", "31", "43", "45", "69")
 OF_PROGRAM = "such an Xid is most often a fault of the program (a kernel reads or writes out of bounds): run once with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer; if only this GPU has it, test the GPU"
-# what stopped the job from outside
+# signals that stopped the job from outside
 STOPS: Mapping[str, str] = MappingProxyType({
-    "cancelled": "Slurm on {host} at {when}: {why}",
-    "evicted": "Kubernetes: {pod} was evicted, its node{of} was low on {what}",
-    "evicted_pod": "Kubernetes: {pod} was evicted: {what}",
-    "preempted": "a preemption{of} ({what})",
-    "limit": "the scheduler: {what}",
     "SIGINT": "Ctrl-C (SIGINT)",
     "SIGHUP": "SIGHUP: its terminal or ssh session was closed; start it in tmux, with setsid or by the scheduler (nohup does not help with torchrun, which handles SIGHUP itself)",
-    "terminated": "{name} from outside: the scheduler, a person, or a launcher whose other node failed",
-    "interrupted": "Ctrl-C (KeyboardInterrupt)",
 })  # fmt: skip
 _AFTER_STOP = (
     (bounded(r"over memory limit|h_vmem"), "give the job more host memory (request_memory, h_vmem), or use fewer DataLoader workers"),

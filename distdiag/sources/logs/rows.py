@@ -18,7 +18,7 @@ from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import ENDED, Fields, finding, last_words, library, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import HERE, absent_ranks, first_site
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.message import Role
 from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, bounded, is_rank, numbers
 
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3

@@ -13,7 +13,7 @@ from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of
 from distdiag.sources.logs.facts import Collected
 from distdiag.sources.logs.join import absent_ranks, first_site
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.waiting import Group, Waits, gathers, groups_of, label
 from distdiag.terms import operations
 from distdiag.terms.ranks import by_value

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from distdiag.sources.dumps.entries import user_site
 from distdiag.sources.logs.build import OF_NODE
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
-from distdiag.sources.logs.patterns import TABLE, Role
+from distdiag.sources.logs.message import Role
+from distdiag.sources.logs.patterns import TABLE
 from distdiag.sources.logs.writers import Writer
 from distdiag.terms.untrusted import bounded
 
@@ -43,11 +44,11 @@ _LAUNCHERS = {
 _ENGINE = bounded(
     r"/(?:vllm|sglang|tensorrt_llm|lmdeploy)/(?:\w{1,40}/){0,6}(?:engine|entrypoints|executor|worker|v1|srt|_torch|pytorch)/"
 )
-# helpers in which one rank, most often rank 0, works first, and the others wait for it
 # functions that gather the parameters of all ranks, or save them with all ranks
 _GATHERS = bounded(
     r"(?!\w{0,80}load)(?!\w{0,80}set_)\w{0,80}(?:state_dict|save_state|save_pretrained|save_16bit_model|save_fp16_model|summon_full_params|unshard_fsdp_state_params)\w{0,40}$"
 )
+# helpers in which one rank, most often rank 0, works first, and the others wait for it
 _FIRST = bounded(r"\b\w{0,40}(?:main|master|process|zero|rank_?0)_first\b")
 _PACKAGE = bounded(r"/(?:site|dist)-packages/(?!torch/)(\w{1,80})/")
 _UNPICKLES = bounded(

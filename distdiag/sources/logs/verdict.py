@@ -1,8 +1,8 @@
 """Judges the logs of a job that distdiag has not recorded: `diagnose_logs(FILES)` returns findings.
 
-What distdiag itself printed into the log is the verdict: it saw the job. Else, first come ranks that raised,
-were killed, or whose GPU failed; then what torch reports about several ranks; then who waited for whom; then
-lost connections. A later kind is reported only if no earlier one explains it.
+What distdiag itself printed into the log is the verdict: it saw the job. Else, first comes what torch reports about several ranks;
+then ranks that raised, were killed, or whose GPU failed; then who waited for whom; then starts that failed, what stopped the job from
+outside, lost connections, and exit codes. A later kind is reported only if no earlier one explains it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
 from distdiag.sources.logs.join import WAITED, before, join, same_port
 from distdiag.sources.logs.lines import wrapped_at
-from distdiag.sources.logs.meanings import AFTER_CAUGHT, MEANINGS, STOPS, advice_on_stop
-from distdiag.sources.logs.patterns import Role
+from distdiag.sources.logs.meanings import AFTER_CAUGHT, STOPS, advice_on_stop
+from distdiag.sources.logs.message import Role
+from distdiag.sources.logs.patterns import MEANINGS, MESSAGES
 from distdiag.sources.logs.writers import Writer, time_of
 from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import MAX_RANKS
@@ -309,7 +310,7 @@ def _nan(found: Collected, failed: bool = False) -> list[Finding]:
 def _stopped(found: Collected) -> str | None:
     """Return what ended the job from outside, if a line says so: the scheduler before the signal that it sent."""
     for f in (
-        found.named("cancelled", "limit", "evicted", "evicted_pod", "preempted")
+        [f for f in found.facts if f.role is Role.STOP and f.name not in ("terminated", "interrupted")]
         or found.named("terminated")
         or found.named("interrupted")
     ):
@@ -334,11 +335,11 @@ def _stop(f: Fact, pod: str = "the pod", of: str = "") -> str:
     fields |= {"pod": pod, "of": of}
     if f.name == "terminated":
         return _stopped_by(fields.get("name") or signal_name(f.number("signal") or 0))
-    return f"{STOPPED_BY} {STOPS[f.name].format_map({'why': 'cancelled'} | fields)}"
+    return f"{STOPPED_BY} {f.message.stop.format_map({'why': 'cancelled'} | fields)}"
 
 
 def _stopped_by(signal: str) -> str:
-    return f"{STOPPED_BY} {STOPS.get(signal, STOPS['terminated']).format(name=signal)}"
+    return f"{STOPPED_BY} {STOPS.get(signal, MESSAGES['terminated'].stop).format(name=signal)}"
 
 
 def _world(found: Collected) -> int | None:
@@ -356,7 +357,7 @@ def _of_the_past(past: list[Fact], facts: list[Fact], failed: bool) -> str:
         again = f", and lost again on line {min(down):,}" if down else ""
         return f"{_in_short(e)}; it was active again on line {e.back.line:,}{again}"
     ends = [f for f in past if f.path == e.path and f.line > e.line]
-    if any(f.name in later.OF_LAUNCHERS or (f.role is Role.EXIT and f.rank == e.rank is not None) for f in ends):
+    if any(f.message.of_ranks or (f.role is Role.EXIT and f.rank == e.rank is not None) for f in ends):
         return f"{_in_short(e)}, by which a run in this log ended; the job {went_on} in a later one"
     if e.of_host or e.name == "port_error":
         return f"{_in_short(e)}; the job {'began later' if e.early else went_on + ' after that'}"

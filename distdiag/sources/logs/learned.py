@@ -1,0 +1,221 @@
+"""Takes what lines say that are no failures: about ranks, processes, nodes, runs.
+
+Each message of the role FACT has a method of its name, which gets the fields of the line, and the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from operator import itemgetter
+from pathlib import Path
+from typing import TypeVar
+
+from distdiag.sources.logs import slow
+from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line
+from distdiag.sources.logs.join import same_port
+from distdiag.sources.logs.later import Later
+from distdiag.sources.logs.message import Role
+from distdiag.sources.logs.patterns import MESSAGES
+from distdiag.sources.logs.writers import Writer
+from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
+
+MAX_DIGITS = 7  # of a rank or a size that is read
+_OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
+Of = Mapping[str, str]  # the fields of a line
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+def _int(text: str) -> int:
+    return int(text[:MAX_DIGITS])
+
+
+def _put(into: dict[_K, _V], key: _K, value: _V) -> None:
+    """Set a value, unless there are too many."""
+    if len(into) < MAX_WRITERS:
+        into[key] = value
+
+
+class Learned:
+    """Notes in `found` what lines say.
+
+    Attributes:
+        run: The launch, and its attempt, of which the lines are.
+        stopped: The last run that a scheduler stopped.
+        pod: The one that `kubectl describe` describes.
+        begun_by: The command by which a shell started the job, without what is another one for each launch.
+    """
+
+    def __init__(self, found: Collected, later: Later, seen: dict[tuple[object, ...], int]) -> None:
+        self.found, self.later, self._seen = found, later, seen
+        self.run: tuple[int, int] = (0, 0)
+        self.stopped: tuple[Path, tuple[int, int]] | None = None
+        self.pod = self.begun_by = ""
+        facts = (m for m in MESSAGES.values() if m.role is Role.FACT and not m.series)
+        self._methods: dict[str, Callable[[Of, Line], None]] = {m.name: getattr(self, m.name) for m in facts}
+
+    def take(self, name: str, of: Of, line: Line) -> None:
+        """Take what a line says."""
+        if name in self._methods:
+            self._methods[name](of, line)
+        elif len(self.found.series) < MAX_WRITERS:
+            slow.keep(self.found.series.setdefault((name, line.path, line.who.rank), []), self._fact(name, of, line))
+
+    def next_run(self, launch: bool) -> None:
+        """Note that what follows is of another launch, or attempt, if this one has had an error."""
+        if any(f.run == self.run for f in self.found.facts[-1:]):
+            number, attempt = self.run
+            self.run = (number + 1, 0) if launch else (number, attempt + 1)
+
+    def _size(self, rank: int, world: int, who: Writer) -> None:
+        """Note the number of ranks, and the rank of a process, from the line of a communicator."""
+        out = self.found
+        if not (is_rank(rank) and rank < world <= MAX_RANKS):
+            return
+        out.world_size = max(out.world_size or 0, world)
+        if who.process and len(out.in_world) < MAX_WRITERS:
+            key = who.process, who.host, who.pid
+            out.in_world[key] = max((world, rank), out.in_world.get(key, (0, 0)), key=itemgetter(0))
+
+    def _fact(self, name: str, of: Of, line: Line) -> Fact:
+        return Fact(name, Role.FACT, dict(of), line.who, line.path, line.number, line.order)
+
+    # -- ranks, and the size of the job
+
+    def nccl_rank(self, of: Of, line: Line) -> None:
+        self._size(_int(of["r"]), _int(of.get("world", "0")), line.who)
+        if "bus" in of and line.who.process:
+            bus = int(of["bus"], 16)
+            device = f"{bus >> 20:04x}:{bus >> 12 & 255:02x}:{bus >> 4 & 255:02x}"
+            _put(self.found.devices, (line.who.host, device), line.who.process)
+
+    def own_rank(self, of: Of, line: Line) -> None:
+        ranks = set(filter(is_rank, [_int(of["r"])]))
+        self.found.ranks |= ranks
+        self.found.announced |= ranks
+        self.nccl_rank(of, line)
+
+    def world(self, of: Of, line: Line) -> None:
+        self._size(0, int(of["world"]), Writer())
+
+    def joined(self, of: Of, line: Line) -> None:
+        self.found.joined |= set(filter(is_rank, [_int(of["r"])]))
+
+    def env(self, of: Of, line: Line) -> None:
+        if not is_rank(rank := _int(of["r"])):
+            return
+        self.found.by_path.setdefault(line.path, set()).add(rank)
+        self.found.env.setdefault(line.path, set()).add(rank)
+        if line.who.process:
+            self.found.is_rank_of((line.who.process, line.who.host), rank)
+        self._size(rank, _int(of.get("world", "0")), Writer())
+
+    def first_rank(self, of: Of, line: Line) -> None:
+        first, launcher = _int(of["node"]) * _int(of.get("local", "1")), (line.path, line.who.label)
+        _put(self.found.first_rank, launcher, first if self.found.first_rank.get(launcher, first) == first else -1)
+
+    def gpus(self, of: Of, line: Line) -> None:
+        self.found.gpus = int(of["n"])
+
+    def tasks(self, of: Of, line: Line) -> None:
+        self.found.tasks = int(of["n"])
+
+    def spawned(self, of: Of, line: Line) -> None:
+        _put(self.found.local_of, (line.who.label, of["pid"]), _int(of["local"]))
+
+    # -- NCCL, and connections
+
+    def nccl_runs(self, of: Of, line: Line) -> None:
+        if len(self.found.nccl) < MAX_WRITERS:
+            who = line.who.rank, line.who.host or line.who.label, line.path.name
+            self.found.nccl.setdefault(who, set()).add(of["version"])
+
+    def nccl_setting(self, of: Of, line: Line) -> None:
+        if line.who.host and len(self.found.settings) < MAX_WRITERS:
+            self.found.settings.setdefault(line.who.host, {})[of["key"]] = of["value"]
+
+    def interface(self, of: Of, line: Line) -> None:
+        if line.who.host:
+            _put(self.found.interfaces, line.who.host, (of["dev"], of["addr"]))
+
+    def master(self, of: Of, line: Line) -> None:
+        if len(self.found.masters) < MAX_WRITERS:
+            self.found.masters.setdefault(line.who.label or line.path.name, {}).update(of)
+
+    def no_name(self, of: Of, line: Line) -> None:
+        self.found.unreached[line.path, line.who.process or line.who.label] = f"the name does not resolve ({of['why']})"
+
+    def no_answer(self, of: Of, line: Line) -> None:
+        self.found.unreached[line.path, line.who.process or line.who.label] = of["why"].lower()
+
+    def port_active(self, of: Of, line: Line) -> None:
+        back = self._fact("port_active", of, line)
+        back.at = line.who.at
+        for f in (f for f in self.found.named("port_error") if same_port(f, back)):
+            f.back = f.back or back
+
+    # -- what takes back an earlier line
+
+    def storage_back(self, of: Of, line: Line) -> None:
+        of_file = (f for f in self.found.named("host_report") if f.path == line.path)
+        over = {id(f) for f in of_file if of.items() <= f.fields.items()}
+        self.found.facts = [f for f in self.found.facts if id(f) not in over]
+
+    def pod_begun(self, of: Of, line: Line) -> None:
+        pod, waited = of.get("pod") or line.who.process, "pull" if "pulled" in of else "nodes are available"
+        over = {id(f) for f in self.found.named("not_started") if waited in f.fields["what"]}
+        facts = self.found.facts
+        self.found.facts = [f for f in facts if id(f) not in over or (f.fields.get("pod") or f.who.process) != pod]
+
+    def ras(self, of: Of, line: Line) -> None:
+        """Drop the last report: this one takes its place."""
+        facts = self.found.facts
+        self.found.facts = [f for f in facts if not (f.name.startswith("ras_") and f.path == line.path)]
+        for key in [key for key in self._seen if str(key[0]).startswith("ras_")]:
+            del self._seen[key]
+
+    # -- processes and nodes
+
+    def torn_down(self, of: Of, line: Line) -> None:
+        if len(self.found.pid_of) < MAX_WRITERS:
+            self.found.pid_of.setdefault((line.path, of["pci"]), int(of["pid"]))
+
+    def torchrun(self, of: Of, line: Line) -> None:
+        self.found.per_node = True
+
+    def closing(self, of: Of, line: Line) -> None:
+        if len(self.found.closed) < MAX_WRITERS:
+            self.found.closed.add(of["pid"])
+
+    def pod_node(self, of: Of, line: Line) -> None:
+        if self.pod:
+            _put(self.found.node_of, self.pod, of["node"])
+
+    def nodes_wanted(self, of: Of, line: Line) -> None:
+        self.found.nodes_wanted = max(self.found.nodes_wanted, int(of["nodes"]))
+
+    def node_came(self, of: Of, line: Line) -> None:
+        if len(self.found.nodes_came) < MAX_WRITERS:
+            self.found.nodes_came.add(of["node"])
+
+    # -- launches and attempts
+
+    def command(self, of: Of, line: Line) -> None:
+        before, self.begun_by = self.begun_by, _OF_ONE_LAUNCH.sub("", of["command"])
+        if before == self.begun_by:  # of another node, it would differ
+            self.next_run(launch=True)
+
+    def again(self, of: Of, line: Line) -> None:
+        self.later.restarts[line.path] = line.number
+
+    def restart(self, of: Of, line: Line) -> None:
+        self.again(of, line)
+        self.next_run(launch=False)
+
+    def launch(self, of: Of, line: Line) -> None:
+        self.again(of, line)
+        self.next_run(launch=True)
+
+    def requeued(self, of: Of, line: Line) -> None:
+        if self.stopped == (line.path, self.run):
+            self.launch(of, line)

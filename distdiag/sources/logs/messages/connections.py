@@ -1,0 +1,51 @@
+"""Ports and connections that were lost."""
+
+from __future__ import annotations
+
+from distdiag.sources.logs.message import C, F, H, Meaning, V, message
+
+_PEER = r"(?P<peer>[^\s<>\]]+?)(?:<\d+>|\]?:\d+|\s|$)"
+
+MESSAGES = (
+    message("port_active", F,
+       ("ort active", r"NCCL WARN NET/\w+ ?: (?:(?P<dev>\S{1,40}) )?Got async event : port active"),
+       ("ink ", r"\b(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:ACTIVE|[Uu]p)\b")),
+    message("port_error", C,
+       ("ink ", r"\b(?P<what>(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:DOWN|[Dd]own))\b"),
+       ("Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>(?:(?P<dev>\S{1,40}) )?Got async event : .{0,60}(?:port error|down|catastrophic|fatal).*)"),
+       meaning=Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL survives only an outage that is shorter than its retries (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT)"),
+       own=True, of_node=True, once="host"),
+    message("ib", V, ("Got completion", r"NET/\w+(?:/\w+)? ?: ?Got (?:async event|completion) from peer (?P<peer>[^\s<]+)(?:<\d+>)? with (?:status=|error )(?:\w+\()?(?P<status>\d+)"), aborts=True),
+    message("efa", V, ("Peer host id", r"NET/OFI .{0,120}Error: \d+ \((?P<what>[A-Z].{1,160}?)\.? My (?:host id|EFA addr).{0,200}?Peer host id: (?P<peer>[\w.-]+)"), aborts=True),
+    message("ib_setup", V, ("ibv_modify_qp failed", r"Call to ibv_modify_qp failed with (?:error )?(?P<what>\d{1,4} [A-Z][\w ]{1,60}).{0,20}?\bon dev (?P<dev>[\w.-]{1,40})(?:.{0,120}?\blocal GID index (?P<index>\d{1,4}), local GID (?P<own>[\da-f:.]{2,60}), remote GID (?P<remote>[\da-f:.]{2,60}))?")),
+    message("closed", V,
+       ("losed by", r"Connection closed by (?:remote )?peer \[?" + _PEER),
+       ("Peer host:", r"Peer host:\s{1,9}(?P<peer>\S+)"),
+       ("Call to ", r"^(?!.*retrying).*Call to \w+ (?:from|to) " + _PEER + r".{0,30}?failed ?: (?P<reason>.*)"),
+       ("onnect to ", r"^(?!.*retrying).*NCCL WARN .{0,40}[Cc]onnect to " + _PEER + r".{0,30}?(?:failed ?: |returned (?:\d{1,3}\()?)(?P<reason>[^),]*)"),
+       ("returned Connection refused", r"^(?!.*retrying).*NCCL WARN .{0,60}returned (?P<reason>Connection refused)"),
+       ("Connection reset by peer", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection reset by peer"),
+       ("onnection timed out", r"gloo/transport/.{0,120}\] (?:Read|Write) error \[?" + _PEER + r".{0,20}Connection timed out")),
+    message("lost", V,
+       ("Failed to meet rendezvous", r"Failed to meet rendezvous"),
+       ("Horovod has been shut down", r"Horovod has been shut down")),
+    message("dist_error", V),
+    message("pipe_lost", V),
+    message("nccl_error", V,
+       ("|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
+       ("oneCCL: ", r"(?P<what>oneCCL: .{1,160})"),
+       (", error code is ", r"(?P<what>(?:Hccl|[Aa]cl)\w+, error code is \d+)"),
+       ("NCCL Error ", r"NCCL Error \d+: (?P<what>(?!unhandled cuda|invalid)[^,]{1,120})"),
+       ("communicator was aborted", r"(?P<what>NCCL communicator was aborted)"),
+       ("NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, |(?!\s*\S+\.[ch]pp:))(?P<what>(?!unhandled cuda|invalid|\{|$)[^,]{1,120})"),
+       ("Error: ", r"^.*?\b(?P<what>nccl(?:Remote|System|Internal)Error)\b"),
+       aborts=True),
+    message("own_error", H,
+       ("NCCL Error ", r"NCCL Error \d+: (?P<what>(?:unhandled cuda|invalid)[^,]{1,120})"),
+       ("NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, |(?!\s*\S+\.[ch]pp:))(?P<what>(?:unhandled cuda|invalid)[^,]{1,120})"),
+       ("Error: ", r"\b(?P<what>nccl(?:UnhandledCuda|InvalidUsage|InvalidArgument)\w*)\b")),
+    message("store_lost", V, ("TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)")),
+    message("nccl_warning", H,
+       ("NCCL WARN", r"NCCL WARN (?!\[(?:Proxy|Service|Rem Allocator)|Socket recv failed while polling|Failed to CUDA calloc)(?P<what>.{1,200})"),
+       ("<warn> err: ", r"libfabric:.{1,160}<warn> err: \d{1,6}, message: (?P<what>.{1,200})")),
+)  # fmt: skip
