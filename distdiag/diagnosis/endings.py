@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from distdiag.diagnosis.comparison import minority
+from distdiag.diagnosis.consequences import is_echo, is_timeout
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.waits import abort
 from distdiag.diagnosis.waits.incidents import Incident
@@ -21,21 +22,8 @@ from distdiag.diagnosis.waits.wait import last_wait
 
 Late = tuple[tuple[int, ...], tuple[int, ...]]  # (late ranks, ranks that waited for them)
 
-_ECHO = re.compile(
-    r"connection (was )?(closed|reset|refused|aborted)|reset by peer|broken pipe|closed by peer|socket (is )?closed"
-    r"|remote process exited|remote rank|communicator was aborted|nccl ?(communicator|comm).*abort|ncclRemoteError"
-    r"|recvValue failed|sendBytes failed|failed to recv|peer may have|unhandled system error"
-    r"|DistNetworkError(?!: The server socket)|heartbeat|store->get|SocketTimeout|CheckpointException: rank \d+ failed",
-    re.IGNORECASE,
-)
-_TIMEOUT = re.compile(r"timed? ?out|timeout|wait timeout|deadline|failed to pass monitoredBarrier", re.IGNORECASE)
 _CONNECT = re.compile(r"connectFullMesh|timed out connecting|failed to connect|connection refused", re.IGNORECASE)
 _REFUSED_ADDRESS = re.compile(r"connection refused", re.IGNORECASE)
-_IN_TORCH = re.compile(
-    r"gloo|nccl|c10d|process ?group|collective|recv operation|send operation|monitoredBarrier|"
-    r"waiting \d+ ?ms|wait timeout|DistBackendError|DistStoreError|transport",
-    re.IGNORECASE,
-)
 # messages of torch and of Lightning
 UNUSED = re.compile(r"finished reduction in the prior iteration|parameters that were not used in producing the loss")
 MODEL = re.compile(
@@ -66,14 +54,9 @@ def ending_kind(r: RankState) -> str:
     for kind, pattern in (("unused", UNUSED), ("model", MODEL), ("mismatch", MISMATCH)):
         if pattern.search(text):
             return kind
-    if _TIMEOUT.search(text) and _IN_TORCH.search(text):
+    if is_timeout(text):
         return "timeout"
     return "echo" if is_echo(text) else "cause"
-
-
-def is_echo(exception: str) -> bool:
-    """True if this exception follows from another rank's end or lateness."""
-    return bool(_ECHO.search(exception) or (_TIMEOUT.search(exception) and _IN_TORCH.search(exception)))
 
 
 def _by_watchdog(r: RankState) -> bool:

@@ -127,7 +127,7 @@ def test_a_device_without_an_address_is_the_cause_of_closed_connections(tmp_path
 def test_two_devices_with_addresses_that_could_not_connect(tmp_path: Path) -> None:
     failed = QP.format(2, "fe80::1", "::ffff:10.4.0.1").replace("22 Invalid argument", "110 Connection timed out")
     f = only(diagnose(tmp_path, "h2:21:21 [1] ibvwrap.cc:262 NCCL WARN " + failed + CLOSED.format(1, 10, 0)))
-    assert f.culprits == () and "110 Connection timed out" in f.message and "route" in f.advice
+    assert f.culprits == () and "110 Connection timed out (local GID fe80::1, " in f.message and "route" in f.advice
 
 
 # -- which log, which job ------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distdiag.diagnosis.consequences import is_echo
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.endings import is_echo
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState
 from distdiag.diagnosis.text.phrases import at, shortened

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
+from distdiag.diagnosis.consequences import OTHER_ENDED
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.text.phrases import shortened
@@ -15,7 +16,7 @@ from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before
 from distdiag.sources.logs.message import Meaning, Role
 from distdiag.sources.logs.patterns import MEANINGS
-from distdiag.sources.logs.rows import FOLLOWS, NO_ROUTE
+from distdiag.sources.logs.rows import NO_ROUTE
 from distdiag.terms.signals import signal_name
 from distdiag.terms.untrusted import MAX_INT
 
@@ -72,7 +73,7 @@ def of_exits(
     if any(f.role is Role.WAIT for f in found.facts):
         pids.add(None)
     ends = _ends(found)
-    aborts = any(f.message.aborts and f.rank is None and not FOLLOWS.search(f.text) for f in found.facts)
+    aborts = any(f.message.aborts and f.rank is None and not OTHER_ENDED.search(f.text) for f in found.facts)
     killed = {id(end) for end in _killed_by_launcher(ends, bool(memory))}
     named = bool(explained) and any(end.rank is not None for end in ends)
     before_it = [f for f in found.facts if _needs_no_end(f)]

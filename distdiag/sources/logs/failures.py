@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from distdiag.diagnosis.consequences import CONNECTION_LOST, REPORTS_ANOTHER
 from distdiag.diagnosis.known_errors import INSTALL, OTHER_VERSION, remedy
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
@@ -16,14 +17,9 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.gpu_memory import memory_of_others
 from distdiag.sources.logs.join import absent_ranks, before, earlier, first_waits, process
 from distdiag.sources.logs.message import Meaning, Role
-from distdiag.sources.logs.tracebacks import LOST
 from distdiag.sources.logs.waiting import op_name
 from distdiag.terms.untrusted import bounded, is_rank, numbers
 
-# an exception that only reports another one
-_REPORTS_ANOTHER = bounded(
-    r"torch_extensions/.{0,200}cannot open shared object|at least one rank that exhausted|[Rr]oot cause|Worker failed with error|[Ss]ee (?:the )?(?:stack trace|logs? |error)|[Ss]ee (?:[\w']{1,20} ){0,5}above|(?i:one of the (?:sub|child ?|worker ?)process(?:es)? )|(?:sub)?process(?:es)? failed\b|scheduler (?:is dead|died)\b|check (?:[\w']{1,20} ){0,3}logs?\b|in a background process|previous error|sub-exception|Caught \w+ in DataLoader worker|\b5\d\d Server Error"
-)
 MANY = 3  # names of processes that one sentence lists
 FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
 _PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a device", "have a device"))
@@ -73,7 +69,7 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
         f.rank for f in found.facts if f.rank is not None and (known := f.message.meaning) and known.kind == "gpu"
     }
     ended = {
-        process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not _REPORTS_ANOTHER.search(f.text)
+        process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not REPORTS_ANOTHER.search(f.text)
     }
     ended_by_others = {process(f) for f in found.facts if f.uncaught and f.role is Role.VICTIM}
     reasons: dict[tuple[str, str], Reason] = {}
@@ -102,7 +98,7 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
 
 def _of_another_process(f: Fact) -> bool:
     """True if an exception that ended its process cannot follow from one that ended a process: without names, these are two."""
-    shows_more = LOST.search(f.text) is None and _REPORTS_ANOTHER.search(f.text) is None
+    shows_more = CONNECTION_LOST.search(f.text) is None and REPORTS_ANOTHER.search(f.text) is None
     return f.uncaught and process(f)[0] == "file" and shows_more
 
 
@@ -136,15 +132,15 @@ def only_reports(r: Reason) -> bool:
 
 def follows(r: Reason) -> bool:
     """True for an exception of no known rank that only reports the failure of another process."""
-    return not r.ranks and _REPORTS_ANOTHER.search(r.text) is not None
+    return not r.ranks and REPORTS_ANOTHER.search(r.text) is not None
 
 
 def _without_reports(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without those that only report another one, or a connection that was lost after the first."""
-    first = [r for r in reasons if not _REPORTS_ANOTHER.search(r.text)] or reasons
+    first = [r for r in reasons if not REPORTS_ANOTHER.search(r.text)] or reasons
     known = {r.text for r in first if r.ranks or r.unnamed}
     own = [r for r in first if r.ranks or r.unnamed or r.text not in known]
-    return [r for r in own if r is own[0] or not (r.facts[0].name == "exception" and LOST.search(r.text))]
+    return [r for r in own if r is own[0] or not (r.facts[0].name == "exception" and CONNECTION_LOST.search(r.text))]
 
 
 def _event(f: Fact, text: str) -> tuple[str, str]:
@@ -392,7 +388,7 @@ def _how(f: Fact) -> str:
         return "timed out waiting"
     if f.name == "nccl_error" or library(f) == "HCCL":
         return f"failed with {library(f)} errors"
-    if f.name != "dist_error" or LOST.search(f.fields.get("what", "")) is not None:
+    if f.name != "dist_error" or CONNECTION_LOST.search(f.fields.get("what", "")) is not None:
         return "lost {its}"
     return f"failed {'while connecting' if f.fields.get('type') in _OF_STORE else 'in torch.distributed'}"
 

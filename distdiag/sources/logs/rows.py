@@ -1,31 +1,27 @@
 """What lines mean that need no comparison of ranks: lost connections, a start that failed, ranks that a library calls late.
 
-One table. Of the rows of a stage, in their order, the first that has facts is the finding; `_fields` fills in `{…}`.
+Three tables, one for each stage of `verdict.judge`. Of the rows of a stage, in their order, the first that has facts is the finding;
+`_fields` fills in `{…}`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from distdiag.diagnosis.consequences import OTHER_ENDED
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
-from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import ENDED, Fields, finding, last_words, library, ranks_of, some, who
+from distdiag.sources.logs import blamed, meanings
+from distdiag.sources.logs.build import ENDED, Fields, finding, last_words, ranks_of, some, who
 from distdiag.sources.logs.facts import Collected, Fact
-from distdiag.sources.logs.join import HERE, absent_ranks, first_site
-from distdiag.sources.logs.message import Role
-from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, bounded, is_rank, numbers
+from distdiag.sources.logs.join import HERE, first_site
+from distdiag.terms.untrusted import bounded
 
-# in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
-_ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 _ANY = ("0.0.0.0", "::")
-FOLLOWS = bounded(r"remote process exited|ncclRemoteError|NCCL communicator was aborted")
-_TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
 NO_ROUTE = bounded(r"No route to host|Network is unreachable")
 
 
@@ -39,6 +35,8 @@ class Row:
         blaming: Text and advice if the facts show whom the others waited for.
         pick: Which of the facts count.
         when: True if the row is meant for these facts.
+        blames: Return whom the writers waited for, as far as the facts show, and the writers.
+        more: Return what the text may name, besides the fields of the facts and those of all rows.
         subject: Who it is, if the lines name nobody.
     """
 
@@ -49,48 +47,15 @@ class Row:
     blaming: tuple[str, str] | None = None
     pick: Callable[[Fact], bool] = lambda _fact: True
     when: Callable[[Sequence[Fact]], bool] = lambda _facts: True
+    blames: Callable[[Collected, Sequence[Fact]], blamed.Blamed] = blamed.nobody
+    more: Callable[[Sequence[Fact]], dict[str, str]] = lambda _facts: {}
     subject: str = "a rank"
     op: str = ""
     proved: bool = False
 
 
-def _lost_store(facts: Sequence[Fact]) -> bool:
-    return facts[0].role is Role.VICTIM
-
-
 def _refused(facts: Sequence[Fact]) -> bool:
     return all("Connection refused" in f.fields.get("reason", f.text) for f in facts)
-
-
-def _behind(facts: Sequence[Fact]) -> tuple[list[Fact], int, int, int]:
-    """Return (the ranks that are behind in a communicator, its size, their last call, that of the others), by NCCL's RAS."""
-    groups: list[list[Fact]] = [[]]
-    for f in sorted(facts, key=lambda f: f.order):
-        groups += [[]] if f.name == "ras_group" else []
-        groups[-1].append(f)
-    for group in groups:
-        counts = [f for f in group if f.name == "ras_count"]
-        most = _most(counts, "seq") or 0
-        for last, then in itertools.pairwise([*counts, None]):
-            seq = last.number("seq") or 0 if last is not None else 0
-            until = then.order if then is not None else MAX_INT
-            behind = [f for f in group if f.name == "ras_rank" and last is not None and last.order < f.order < until]
-            if behind and seq < most:
-                return behind, sum(f.number("number") or 0 for f in counts), seq, most
-    return [], 0, 0, 0
-
-
-def _own_of_awaited(facts: Sequence[Fact]) -> str:
-    """Return what the process that JAX's others wait for printed about its own devices; empty if nothing."""
-    keys = [f for f in facts if f.name == "jax_key"]
-    rank = _awaited(keys) if keys else -1
-    return next((f.fields["what"] for f in facts if f.name == "jax_backend" and f.rank == rank), "")
-
-
-def _alone_without_device(facts: Sequence[Fact]) -> bool:
-    """True if one process alone waits, and it is one that found no accelerator."""
-    waiting = {f.rank for f in facts if f.name == "jax_key"}
-    return len(waiting) == 1 and waiting == {f.rank for f in facts if f.name == "jax_backend"} != {None}
 
 
 def _no_route(facts: Sequence[Fact]) -> bool:
@@ -117,13 +82,13 @@ _JOIN_JAX = "see whether all processes that num_processes counts were started, w
 LATE_ROWS = (
     Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
-        when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True),
+        when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True, blames=blamed.late),
     Row("barrier_reached", _LATE, "{who} reached monitored_barrier{at} and then lost rank 0, which knows the missing rank",
-        "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier"),
+        "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier", blames=blamed.at_barrier),
     Row("horovod_stall", "stall/unknown", "{culprits} did not submit what Horovod's other ranks wait for: its stall inspector reports it",
-        "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call"),
+        "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call", blames=blamed.missing),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
-        "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call"),
+        "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, an exception that was caught, or a collective that only the others call", blames=blamed.missing),
     Row("message_size", "rank_lost/crashed", "{who}, while NCCL set up a communicator, received a message of {got} bytes instead of {has}: the two ends have different versions of NCCL, or are of different jobs", _ONE_NCCL,
         when=lambda facts: "op.preamble" not in facts[0].text),
     Row("rank_count", "rank_lost/crashed", "{who}, while NCCL set up a communicator of {has} ranks, heard from a process that gave {got}: the two ends have different versions of NCCL, or are of different jobs", _ONE_NCCL),
@@ -132,46 +97,46 @@ LATE_ROWS = (
     Row("net_size", "mismatch/shape", "{who}{on_host} and its peer at {all_peers} exchanged messages of different sizes in one collective{at} ({has} and {got} bytes): their calls differ, or their settings or versions of NCCL do{settings}",
         "give all hosts the same NCCL_PROTO, NCCL_ALGO and other NCCL_* variables, and one version of NCCL (NCCL_DEBUG=INFO prints what is `set by environment`); if they have, compare the shapes that the ranks pass there"),
     Row("jax_barrier", _LATE, "processes of JAX waited in vain at its barrier {barrier}{at}: the log does not name those that did not come", _JOIN_JAX,
-        ("{culprits} did not come to JAX's barrier {barrier}, where the others waited{at}", _JOIN_JAX)),
+        ("{culprits} did not come to JAX's barrier {barrier}, where the others waited{at}", _JOIN_JAX), blames=blamed.missing),
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
         "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
-        "or a collective that only the others call; give long work a longer timeout in init_process_group", when=lambda facts: not _lost_store(facts)),
+        "or a collective that only the others call; give long work a longer timeout in init_process_group", when=lambda facts: not blamed.lost_store(facts), blames=blamed.first_of_group, more=blamed.of_group),
     Row("hccl_wait hccl_heartbeat", _LATE, "{culprits} did not come to HCCL's {tag}, where {who} {waits} for it{at}, and HCCL lost the heartbeat of device {device} on {host}",
         "see how the process of {culprits} on {host} ended: its log and exit code, plog, `dmesg -T`, `npu-smi info`; if it is alive, the network between the hosts",
-        when=lambda facts: any(f.name == "hccl_heartbeat" for f in facts) and "awaited" in facts[0].fields and "group" not in facts[0].fields),
+        when=lambda facts: any(f.name == "hccl_heartbeat" for f in facts) and "awaited" in facts[0].fields and "group" not in facts[0].fields, blames=blamed.awaited_in_world, more=blamed.of_group),
     Row("hccl_wait", _LATE, "{who} {waits} in HCCL's {tag}{at} for rank {awaited} of {group}, which did not come; its rank in the job is not in the log",
         "read the logs of that group's ranks for an error before this one; give the logs of all ranks",
         ("{culprits} did not come to HCCL's {tag}, where {who} {waits} for it{at}",
-         "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call")),
+         "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call"), blames=blamed.awaited_in_world, more=blamed.of_group),
     Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
         "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
     Row("load_wait", _LATE, "{who} had loaded its part of the model, and waited{at} in vain for other ranks to load theirs",
         "read the logs of the other nodes' ranks: one failed there, or its storage is slow; {who} is not the cause"),
     Row("jax_backend jax_key", "rank_lost/crashed", "{who} found no accelerator: {what}; it then waited in vain for other processes of JAX, which have other devices", _ONE_JAX,
-        when=lambda facts: _alone_without_device(facts)),
-    Row("jax_key jax_backend", _LATE, "{culprits} did not publish its devices to JAX's other processes, where {who} {waits} for it{at} ({key}); {culprits} itself printed: {own}",
+        when=lambda facts: blamed.alone_without_device(facts), blames=blamed.themselves),
+    Row("jax_key jax_backend", _LATE, "{culprits} did not publish its devices to JAX's other processes, where {who} {waits} for it{at} ({key}); {culprits} itself printed: {printed}",
         _ONE_JAX,
-        when=lambda facts: _own_of_awaited(facts) != ""),
+        when=lambda facts: blamed.own_of_awaited(facts) != "", blames=blamed.without_key, more=lambda facts: {"printed": shortened(blamed.own_of_awaited(facts), 160)}),
     Row("jax_key", _LATE, "{culprits} did not publish its devices to JAX's other processes, where {who} {waits} for it{at} ({key})",
-        "read the log of {culprits}: it failed, was late, or found other devices (platform) than the others: `python -c 'import jax; print(jax.devices())'` there"),
+        "read the log of {culprits}: it failed, was late, or found other devices (platform) than the others: `python -c 'import jax; print(jax.devices())'` there", blames=blamed.without_key),
     Row("ep_timeout", "stall/unknown", "DeepEP timed out on {who}{at}: what the other ranks send did not arrive",
         "see first whether a rank of another log failed, or came later than the timeout (it still compiled or loaded); if all of them waited, the path of NVSHMEM: "
         "versions of DeepEP and NVSHMEM that fit, IBGDA, `ibstat` on all hosts",
         ("DeepEP timed out on {who}{at}; {culprits} reported no timeout, and may be what they waited for",
-         "read the log of {culprits}, and take {its} stack the next time: it failed, or came later than the timeout")),
+         "read the log of {culprits}, and take {its} stack the next time: it failed, or came later than the timeout"), blames=blamed.silent),
     Row("rpc_late", _LATE, "{who} waited for a worker's answer{call}{at} until the timeout; which worker did not answer is not in the log",
         "take the stacks of all workers the next time, before the timeout (`py-spy dump --pid …`), and read their own logs: the waiting process is not the cause"),
 )  # fmt: skip
 START_ROWS = (
     Row("ras_rank ras_count ras_group", _LATE, "NCCL's RAS reports that {behind} of a communicator of {size} ranks launched collectives up to number {seq} only, the others up to number {most}: {where}",
         "see where that process is while it hangs (`py-spy dump --pid {pid}` on {host}), and read its log: it does not make the call in which the others wait",
-        when=lambda facts: bool(_behind(facts)[0])),
+        when=lambda facts: bool(blamed.ranks_behind(facts)[0]), blames=blamed.of_behind, more=blamed.of_ras),
     Row("engine_watchdog", "stall/unknown", "{who} made no progress{stuck}, and SGLang's watchdog ended the server",
         "take the stacks of all schedulers the next time before that (`py-spy dump --pid …`), and look at their GPUs (`dmesg -T | grep -i xid`): a collective that not all of them entered, or a kernel that hangs"),
     Row("npu_task", "stall/unknown", "a task on the NPU of {who} did not end in time{at}",
         "read the logs of the other ranks first: a collective waits for a rank that failed or is late; then the NPU's own log (plog, `npu-smi info`)"),
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
-        "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)"),
+        "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)", blames=blamed.stuck),
     Row("no_host", _LOST, "the job, or a part of it, did not start: ssh could not resolve the host name {all_peers}",
         "check `getent hosts {peer}` where the launcher runs, and the hostfile (mpirun --host): that node must exist under this name; on Kubernetes, its pod must run before the launcher starts (`kubectl get pods`), with a headless service for its name"),
     Row("not_started", _LOST, "the job, or a part of it, did not start{there}: {what}",
@@ -212,20 +177,20 @@ START_ROWS = (
     Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}", _STARTED,
         ("{culprits} had not joined{after}{at}: the {joined} of {expected} ranks that had are those that announced themselves in the log{launched}",
          "start as many processes as the job expects: with Slurm, --ntasks-per-node as large as the GPUs (devices) of a node, or one task a node with a launcher that starts its ranks (torchrun); else " + _STARTED),
-        when=lambda facts: "launched" in facts[0].fields),
+        when=lambda facts: "launched" in facts[0].fields, blames=blamed.absent_clients),
     Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which", _STARTED,
-        ("{culprits} had not joined{after}{at}, as far as the log shows: {joined} of {expected} ranks had, and it has lines of all others", _STARTED)),
+        ("{culprits} had not joined{after}{at}, as far as the log shows: {joined} of {expected} ranks had, and it has lines of all others", _STARTED), blames=blamed.absent_clients),
     Row("store_barrier store_waiting", _LOST, "{joined} processes have joined a job of {expected} ranks: it was launched twice, or processes of an earlier one use the same store",
-        "end the processes of earlier launches on all nodes, and give this one another --master-port (--rdzv-id)", pick=_too_many),
+        "end the processes of earlier launches on all nodes, and give this one another --master-port (--rdzv-id)", pick=_too_many, blames=blamed.absent_at_barrier),
     Row("store_barrier", _LOST, "{left} of {expected} ranks did not reach init_process_group or new_group in time: the log does not say which",
         "see the logs of all nodes for a rank that failed or is still busy; all ranks must make every new_group call",
         ("{culprits} did not reach init_process_group or new_group in time{at}: {joined} of {expected} ranks had joined",
-         "read the log of {culprits}: whether it has started, failed before that call, or is still busy; all ranks must make every new_group call")),
+         "read the log of {culprits}: whether it has started, failed before that call, or is still busy; all ranks must make every new_group call"), blames=blamed.absent_at_barrier),
     Row("name", _LOST, "{who} could not resolve a host name{at}: the job's first node, or its name, does not exist (yet)",
         "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists", subject="a node"),
     Row("full_mesh loopback", _LOST, "gloo on {who} could not connect to every other rank: {loops} cannot resolve its own host name, so gloo listens there on the loopback address, which no other host reaches",
         "set GLOO_SOCKET_IFNAME on all nodes to the interface that they share, in the environment of the processes themselves (with Ray: before `ray start`); or give that host its own name and address (/etc/hosts): `getent hosts $(hostname)`",
-        when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, subject="a node"),
+        when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, subject="a node", more=lambda facts: {"loops": some([_where(f) for f in facts if f.name == "loopback"])}),
     Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
         "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason", subject="a node"),
     Row("keep_alive rendezvous", _LOST, "torchrun lost its rendezvous: its port was in use at the start (line {taken}), so it used the store that another launcher serves there, most likely one of another job, and that one ended",
@@ -242,51 +207,51 @@ LOST_ROWS = (
     Row("ray_head", _LOST, "Ray lost its head node (GCS): it ended, or somebody stopped it",
         "see the head's gcs_server.out, its memory and `dmesg -T`, and whether `ray stop` was called"),
     Row("coordination", _LOST, "{nodes} sent no heartbeats to the coordination service any more: it ended, or hangs",
-        "read the log of {nodes}: its failure came before this message, which the others only repeat"),
+        "read the log of {nodes}: its failure came before this message, which the others only repeat", blames=blamed.unhealthy),
     Row("ib", "rank_lost/crashed", "NCCL's RDMA failed on {who} itself, not at its peer {all_peers} (status {status}: {meaning})",
         "GPU memory could not be registered or read there: the driver and nvidia-peermem or DMA-BUF, IOMMU and ACS, a buffer freed too early; run once with NCCL_NET_GDR_LEVEL=LOC, and see `dmesg -T | grep mlx5`",
-        when=lambda facts: facts[0].fields["status"] in meanings.LOCAL),
+        when=lambda facts: facts[0].fields["status"] in meanings.LOCAL, more=blamed.of_ib),
     Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
-        "check that link{ends}: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended"),
+        "check that link{ends}: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended", more=blamed.of_ib),
     Row("ib_setup", "rank_lost/crashed", "{who}{on_host} could not connect over RDMA{at}: its device {dev} has no address at GID index {index} (local GID ::)",
         "see `show_gids` and `ip addr` there: the interface of {dev} has no IP address, or its table differs from the other hosts' (a container without that interface); give it one, else leave the device out on all hosts (NCCL_IB_HCA=^{dev}), or let NCCL choose (unset NCCL_IB_GID_INDEX)",
-        pick=lambda f: f.fields.get("own") == "::", subject="a process"),
+        pick=lambda f: f.fields.get("own") == "::", subject="a process", blames=blamed.themselves),
     Row("ib_setup", _LOST, "{who}{on_host} could not connect over RDMA{at}: the device at the other end of {dev} has no address at its GID index (remote GID ::), and the log does not show that end",
         "see `show_gids` and `ip addr` on the other hosts, and compare them with this one; leave a device without an address out on all hosts (NCCL_IB_HCA=^{dev})",
-        pick=lambda f: f.fields.get("remote") == "::", subject="a process"),
+        pick=lambda f: f.fields.get("remote") == "::", subject="a process", blames=blamed.themselves),
     Row("ib_setup", _LOST, "{who}{on_host} could not connect over RDMA{at}: device {dev}: {what} (local GID {own}, remote GID {remote})", _RDMA,
-        subject="a process", pick=lambda f: "own" in f.fields),
-    Row("ib_setup", _LOST, "{who}{on_host} could not connect over RDMA{at}: device {dev}: {what}", _RDMA, subject="a process"),
+        subject="a process", pick=lambda f: "own" in f.fields, blames=blamed.themselves),
+    Row("ib_setup", _LOST, "{who}{on_host} could not connect over RDMA{at}: device {dev}: {what}", _RDMA, subject="a process", blames=blamed.themselves),
     Row("gloo_timeout", _LATE, _GLOO + ", inside {within}: they wait there until the rank that goes first has done its work",
-        meanings.GOES_FIRST.format(who="that rank", where="it"), when=lambda facts: any(f.within for f in facts)),
+        meanings.GOES_FIRST.format(who="that rank", where="it"), when=lambda facts: any(f.within for f in facts), blames=blamed.silent),
     Row("gloo_timeout closed store_lost lost", _LATE, _GLOO + "; the log does not show which rank they waited for",
         "give the logs of all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL a monitored_barrier before the collective names the missing rank",
         (_GLOO + "; {culprits} reported no timeout, and may be what they waited for",
          "read the log of {culprits}, and take {its} stack the next time: it did not make that call"),
-        when=lambda facts: any(f.name == "gloo_timeout" for f in facts)),
+        when=lambda facts: any(f.name == "gloo_timeout" for f in facts), blames=blamed.silent),
     Row("unique_id", _LOST, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
-        "read the log of rank 0 and of its node's launcher: its failure came before these"),
+        "read the log of rank 0 and of its node's launcher: its failure came before these", blames=blamed.first_of_group, more=blamed.of_group),
     Row("pipe_lost", "rank_lost/crashed", "{who} lost the process at the other end of a pipe{at}: a worker of a loader, or another child, had ended",
         "see how that child ended: what it printed before, `dmesg -T | grep -i oom`, /dev/shm, `ulimit -n`; run once with num_workers=0 to see a loader's own exception", subject="a process"),
     Row("closed", _LOST, "{who} could not make a connection{to}{at}: that is {bridge}, which other hosts cannot reach",
-        "set NCCL_SOCKET_IFNAME{use} (and GLOO_SOCKET_IFNAME) {where}: NCCL has to use an interface by which the other hosts reach it", pick=lambda f: "bridge" in f.fields, subject="a process"),
+        "set NCCL_SOCKET_IFNAME{use} (and GLOO_SOCKET_IFNAME) {where}: NCCL has to use an interface by which the other hosts reach it", pick=lambda f: "bridge" in f.fields, subject="a process", more=lambda facts: {"use": facts[0].fields.get("use", "")}, blames=blamed.silent_of_job),
     Row("closed store_lost lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
-        "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route, subject="a process"),
-    Row("closed store_lost lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused, subject="a process"),
+        "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route, subject="a process", blames=blamed.silent_of_job),
+    Row("closed store_lost lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused, subject="a process", blames=blamed.silent_of_job),
     Row("closed store_lost lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended{nothing}", _ENDED,
-        when=lambda facts: all(f.name == "store_lost" for f in facts), subject="a process"),
-    Row("closed store_lost lost", _LOST, "{who} lost a connection{to}{at}: the process at the other end had ended, or the network broke{nothing}", _ENDED, subject="a process"),
+        when=lambda facts: all(f.name == "store_lost" for f in facts), subject="a process", blames=blamed.silent_of_job),
+    Row("closed store_lost lost", _LOST, "{who} lost a connection{to}{at}: the process at the other end had ended, or the network broke{nothing}", _ENDED, subject="a process", blames=blamed.silent_of_job),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
-        "read the lines after it (EI…, EJ…, ERR…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith(("Hccl", "Acl", "acl", "[ERROR] HCCL"))),
+        "read the lines after it (EI…, EJ…, ERR…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith(("Hccl", "Acl", "acl", "[ERROR] HCCL")), more=blamed.of_library),
     Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{on_host}{at}: {what}: {warning}",
-        "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2),
-    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with {debug}, which prints the reason"),
+        "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2, more=blamed.of_library),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with {debug}, which prints the reason", more=blamed.of_library),
     Row("timeout_cut", _LATE, "the log ends inside a message of {who}, which reports that a collective timed out: which one, and whom it waited for, is not in it",
         "give the rest of this log, and the logs of all ranks"),
     Row("store_wait", _LATE, "{who} waited {limit} in the job's store{at} for {key}, which no process has set",
         "see what the other side did: the rank or service that sets this key has failed, or never made the matching call",
         ("{culprits} did not join a gloo group{at} in {limit}, where {who} waited",
-         "see whether {culprits} has started, what it did before that call, and whether all ranks make it")),
+         "see whether {culprits} has started, what it did before that call, and whether all ranks make it"), blames=blamed.owner_of_key),
 )  # fmt: skip
 
 
@@ -296,18 +261,18 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
         names = row.names.split()
         facts = [f for name in names for f in found.named(name) if row.pick(f)]
         facts.sort(key=lambda f: f.fields.get("status") == "5")  # flushed: another completion has the reason
-        if any(f.name != "nccl_warning" and not FOLLOWS.search(f.text) for f in facts):
-            facts = [f for f in facts if not FOLLOWS.search(f.text)]  # the rest only follows from another's failure
+        if any(f.name != "nccl_warning" and not OTHER_ENDED.search(f.text) for f in facts):
+            facts = [f for f in facts if not OTHER_ENDED.search(f.text)]  # the rest only follows from another's failure
         if facts and row.when(facts):
             return [_finding(found, row, facts)]
     return []
 
 
 def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
-    culprits, victims = _blamed(found, row.names.partition(" ")[0], facts)
+    culprits, victims = row.blames(found, facts)
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
-    fields |= {"came": _came(found), "settings": _settings(found)}
+    fields |= row.more(facts) | {"came": _came(found), "settings": _settings(found)}
     kind, _, cause = row.kind.partition("/")
     went_on = kind == "rank_lost" and (found.steps or found.began)
     return finding(
@@ -315,7 +280,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         cause,
         facts,
         text.format_map(fields)
-        + (last_words(found, culprits) if row.kind in (_LATE, "stall/unknown") and not fields["own"] else ""),
+        + (last_words(found, culprits) if row.kind in (_LATE, "stall/unknown") and not fields["printed"] else ""),
         remedy(fields["warning"], advice.format_map(fields)),
         culprits=culprits,
         victims=victims,
@@ -323,76 +288,6 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
         cost=ENDED if went_on else NO_PROGRESS_MADE,
         collective=CollectiveRef(row.op, "") if row.op else None,
     )
-
-
-def _blamed(found: Collected, name: str, facts: list[Fact]) -> tuple[Collection[int], Collection[int]]:
-    """Return (culprits, victims): whom the writers waited for, as far as the facts of this name show, and the writers."""
-    ranks = ranks_of(facts)
-    match name:
-        case "barrier_late":
-            late = {r for f in facts for r in numbers(f.fields.get("ranks", "")) if is_rank(r)}
-            return late, {*ranks, *(r for f in facts if (r := f.number("waiter")) is not None)} - late
-        case "ras_rank":
-            behind, size, _, _ = _behind(facts)  # they are numbered in their communicator
-            whole = size >= max(found.world_size or 0, 1 + max(found.ranks, default=0))
-            return {r for f in behind if whole and is_rank(r := int(f.fields["member"]))}, ()
-        case "barrier_reached":
-            return (), {r for f in facts if (r := f.number("waiter")) is not None}
-        case "horovod_late" | "horovod_stall" | "jax_barrier":
-            missing = [{r for r in numbers(f.fields.get("ranks", "")) if is_rank(r)} for f in facts]
-            ready = {r for f in facts for r in numbers(f.fields.get("ready", "")) if is_rank(r)}
-            late = set.intersection(*missing) or set.union(*missing)  # those that every stalled tensor waits for
-            return late, ready - late
-        case "unique_id":
-            waiters = {f.rank if f.rank is not None else f.number("waiter") or 0 for f in facts}
-            awaited = _awaited(facts)
-            return () if _lost_store(facts) or awaited in waiters else (awaited,), waiters
-        case "jax_backend" | "ib_setup":
-            return (ranks, ()) if _of_themselves(facts) else ((), ranks)
-        case "jax_key":
-            keys = [f for f in facts if f.name == name]  # the awaited one may itself wait for another kind of device
-            awaited = _awaited(keys)
-            return (awaited,), {*ranks_of(keys)} - {awaited}
-        case "store_barrier":
-            here = found.joined | {
-                w for f in (*facts, *found.named("store_waiting")) if (w := f.number("waiter")) is not None
-            }
-            expected = min(_most(facts, "expected") or 0, MAX_RANKS)
-            absent = set(range(expected)) - here
-            return (absent, here) if len(absent) == expected - (_most(facts, "joined") or 0) else ((), ranks)
-        case "clients":
-            return _absent_clients(found, facts), ranks
-        case "hccl_wait":
-            in_world = (f for f in facts if "group" not in f.fields and f.number("own") in (None, f.rank))
-            return {n for f in in_world if (n := f.number("awaited")) is not None}, ranks
-        case "stuck_watchdog":
-            alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
-            return (ranks if alone else ()), ranks
-        case "store_wait":
-            return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}, ranks
-        case "gloo_timeout" | "ep_timeout":
-            return absent_ranks(found, ranks) if len(ranks) > 1 else (), ranks
-        case "coordination":
-            return {int(m[1]) for f in facts if (m := _TASK.search(f.fields["node"]))} - set(ranks), ranks
-        case "closed":
-            whole = bool(found.world_size or found.named("ended"))  # else the log may be a part of the job's
-            return absent_ranks(found, ranks) if whole and len(ranks) > 1 else (), ranks
-    return (), ranks
-
-
-def _of_themselves(facts: Sequence[Fact]) -> bool:
-    """True unless RDMA failed where these processes' own devices have addresses: then it may be the other end."""
-    return all(f.name != "ib_setup" or f.fields.get("own") == "::" for f in facts)
-
-
-def _absent_clients(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
-    """Return the ranks that did not join the job's store, if the log shows all others."""
-    expected, joined = _most(facts, "expected") or 0, _most(facts, "joined") or 0
-    here = found.announced if "launched" in facts[0].fields else found.ranks
-    absent = set(range(min(expected, MAX_RANKS))) - here
-    whole = found.world_size in (None, expected) and max(found.ranks, default=0) < expected  # else nodes join
-    few = len(absent) == expected - joined <= (expected if "launched" in facts[0].fields else joined)
-    return absent if whole and few else ()
 
 
 def _came(found: Collected) -> str:
@@ -418,14 +313,6 @@ def _settings(found: Collected) -> str:
     return f"; {some(texts)}" if texts else ""
 
 
-def _awaited(facts: Sequence[Fact]) -> int:
-    return Counter(f.number("awaited") or 0 for f in facts).most_common(1)[0][0]
-
-
-def _most(facts: Sequence[Fact], key: str) -> int | None:
-    return max((n for f in facts if (n := f.number(key)) is not None), default=None)
-
-
 def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collection[int], subject: str) -> Fields:
     """Return what a row's text may name: the first fact's fields, and what all facts together give."""
     first, by = facts[0].fields, facts[0].who
@@ -435,32 +322,22 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     ]
     of_host = {f.fields.get("peer"): f.fields.get("of_host", "") for f in facts}
     named = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]
-    limit, stuck, after = _most(facts, "limit"), _most(facts, "stuck_s"), _most(facts, "after")
-    joined, expected = _most(facts, "joined") or 0, facts[0].number("expected") or 0
+    limit, stuck, after = (
+        blamed.highest(facts, "limit"),
+        blamed.highest(facts, "stuck_s"),
+        blamed.highest(facts, "after"),
+    )
+    joined, expected = blamed.highest(facts, "joined") or 0, facts[0].number("expected") or 0
     ranks = tuple(victims) or ranks_of(facts)
-    behind, size, seq, most = _behind(facts)
-    if behind:
-        out |= {
-            "pid": behind[0].fields["pid"], "host": behind[0].fields["host"], "behind": rank_list([int(f.fields["member"]) for f in behind]), "size": f"{size:,}", "seq": f"{seq:,}", "most": f"{most:,}",
-            "where": some([f"process {f.fields['pid']} on node {f.fields['host']}" for f in behind]),
-        }  # fmt: skip
     out |= {
         "who": rank_list(victims) if victims else who(facts, subject),
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
         "nothing": f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing" if culprits else "",
-        "library": library(facts[0]),
-        "debug": "CCL_LOG_LEVEL=info" if library(facts[0]) == "oneCCL" else "NCCL_DEBUG=WARN",
-        "tag": first.get("tag", "connection"),
-        "group": first.get("group", "its group"),
         "waits": verb(ranks or facts[:1], "waits", "wait"),
         "within": next((f.within for f in facts if f.within), ""),
         "call": f" to {first['what']}" if "what" in first else "",
-        "use": first.get("use", ""),
-        "ends": first.get("ends", ""),
-        "own": shortened(_own_of_awaited(facts), 160),
-        "awaited": str(_awaited(facts)),
         "limit": rough_time((limit or 0) / 1e3),
         "stuck": f" for {rough_time(stuck)}" if stuck is not None else "",
         "after": f" after {rough_time(after if after is not None else (limit or 0) / 1e3)}" if after or limit else "",
@@ -476,8 +353,6 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         else "",
         "on": f" on {some(names)}" if all(names := [f.who.host for f in facts]) else "",
         "on_host": f" on {hosts.pop()}" if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 else "",
-        "loops": some([_where(f) for f in facts if f.name == "loopback"]),
-        "meaning": meanings.IB_STATUS.get(first.get("status", ""), f"status {first.get('status')}"),
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),
     }
     return out

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from distdiag.diagnosis.consequences import CONNECTION_LOST, OF_OTHERS
 from distdiag.sources.dumps.entries import user_site
 from distdiag.sources.logs.build import OF_NODE
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
@@ -55,13 +56,6 @@ _UNPICKLES = bounded(
     r" (?:_tensor_to_object|_?unpickler?|find_class)$|/(?:pickle|cloudpickle)\.py (?:load|loads|find_class)$|/torch/serialization\.py _?load$"
 )
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
-LOST = bounded(
-    r"reset by peer|Broken pipe|onnection refused|onnection (?:was likely )?closed|Socket Timeout|timed out",
-    re.IGNORECASE,
-)
-_OF_OTHERS = bounded(
-    r"\b(?:remote|another|other) (?:process|rank|task|worker)(?:e?s)? (?:has |have )?(?:exited|failed|died|crashed)|NCCL communicator was aborted|Error: cancelled$|\bHCCL error in: "
-)
 _HOOK = bounded(
     r"\[rank\d{1,6}\]: $"
 )  # torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
@@ -339,11 +333,11 @@ class Tracebacks:
         ):
             return None
         name, role = "exception", Role.CAUSE
-        if short in ("DistBackendError", "DistNetworkError") or _OF_OTHERS.search(text) is not None:
+        if short in ("DistBackendError", "DistNetworkError") or OF_OTHERS.search(text) is not None:
             name, role = "dist_error", Role.VICTIM
         elif innermost.endswith(_PIPE) and short in ("EOFError", "ConnectionResetError", "BrokenPipeError"):
             name, role = "pipe_lost", Role.VICTIM
-        elif _INSIDE.search(innermost) is not None and LOST.search(text) is not None:
+        elif _INSIDE.search(innermost) is not None and CONNECTION_LOST.search(text) is not None:
             name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM
         return self._add(name, role, {"type": short, "what": (m["what"] or "")[:300]}, line)
 

@@ -1,0 +1,193 @@
+"""Whom ranks waited for, as far as facts show it, and what else one row of `rows.py` may name.
+
+A function `(found, facts)` returns (culprits, victims); one of `(facts)` returns fields of a row's text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from distdiag.diagnosis.model.findings import rank_list
+from distdiag.sources.logs import meanings
+from distdiag.sources.logs.build import library, ranks_of, some
+from distdiag.sources.logs.facts import Collected, Fact
+from distdiag.sources.logs.join import absent_ranks
+from distdiag.sources.logs.message import Role
+from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, bounded, is_rank, numbers
+
+# in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
+_ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
+_TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
+Blamed = tuple[Collection[int], Collection[int]]  # culprits, victims
+
+
+def nobody(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    return (), ranks_of(facts)
+
+
+def lost_store(facts: Sequence[Fact]) -> bool:
+    return facts[0].role is Role.VICTIM
+
+
+def ranks_behind(facts: Sequence[Fact]) -> tuple[list[Fact], int, int, int]:
+    """Return (the ranks that are behind in a communicator, its size, their last call, that of the others), by NCCL's RAS."""
+    groups: list[list[Fact]] = [[]]
+    for f in sorted(facts, key=lambda f: f.order):
+        groups += [[]] if f.name == "ras_group" else []
+        groups[-1].append(f)
+    for group in groups:
+        counts = [f for f in group if f.name == "ras_count"]
+        most = highest(counts, "seq") or 0
+        for last, then in itertools.pairwise([*counts, None]):
+            seq = last.number("seq") or 0 if last is not None else 0
+            until = then.order if then is not None else MAX_INT
+            behind = [f for f in group if f.name == "ras_rank" and last is not None and last.order < f.order < until]
+            if behind and seq < most:
+                return behind, sum(f.number("number") or 0 for f in counts), seq, most
+    return [], 0, 0, 0
+
+
+def own_of_awaited(facts: Sequence[Fact]) -> str:
+    """Return what the process that JAX's others wait for printed about its own devices; empty if nothing."""
+    keys = [f for f in facts if f.name == "jax_key"]
+    rank = awaited_most(keys) if keys else -1
+    return next((f.fields["what"] for f in facts if f.name == "jax_backend" and f.rank == rank), "")
+
+
+def alone_without_device(facts: Sequence[Fact]) -> bool:
+    """True if one process alone waits, and it is one that found no accelerator."""
+    waiting = {f.rank for f in facts if f.name == "jax_key"}
+    return len(waiting) == 1 and waiting == {f.rank for f in facts if f.name == "jax_backend"} != {None}
+
+
+def awaited_most(facts: Sequence[Fact]) -> int:
+    return Counter(f.number("awaited") or 0 for f in facts).most_common(1)[0][0]
+
+
+def highest(facts: Sequence[Fact], key: str) -> int | None:
+    return max((n for f in facts if (n := f.number(key)) is not None), default=None)
+
+
+def _named(facts: Sequence[Fact], key: str) -> set[int]:
+    return {r for f in facts for r in numbers(f.fields.get(key, "")) if is_rank(r)}
+
+
+def _waiters(facts: Sequence[Fact]) -> set[int]:
+    return {r for f in facts if (r := f.number("waiter")) is not None}
+
+
+def late(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    late = _named(facts, "ranks")
+    return late, {*ranks_of(facts), *_waiters(facts)} - late
+
+
+def of_behind(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    """Return the ranks that are behind in a communicator of the whole job: they are numbered in their communicator."""
+    behind, size, _, _ = ranks_behind(facts)
+    whole = size >= max(found.world_size or 0, 1 + max(found.ranks, default=0))
+    return {r for f in behind if whole and is_rank(r := int(f.fields["member"]))}, ()
+
+
+def at_barrier(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    return (), _waiters(facts)
+
+
+def missing(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    missing = [_named([f], "ranks") for f in facts]
+    late = set.intersection(*missing) or set.union(*missing)  # those that every stalled tensor waits for
+    return late, _named(facts, "ready") - late
+
+
+def first_of_group(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    waiters = {f.rank if f.rank is not None else f.number("waiter") or 0 for f in facts}
+    awaited = awaited_most(facts)
+    return () if lost_store(facts) or awaited in waiters else (awaited,), waiters
+
+
+def themselves(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    """Return the writers as culprits, unless RDMA failed where their own devices have addresses: then it may be the other end."""
+    own = all(f.name != "ib_setup" or f.fields.get("own") == "::" for f in facts)
+    return (ranks_of(facts), ()) if own else ((), ranks_of(facts))
+
+
+def without_key(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    keys = [f for f in facts if f.name == "jax_key"]  # the awaited one may itself wait for another kind of device
+    awaited = awaited_most(keys)
+    return (awaited,), {*ranks_of(keys)} - {awaited}
+
+
+def absent_at_barrier(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    here = found.joined | _waiters([*facts, *found.named("store_waiting")])
+    expected = min(highest(facts, "expected") or 0, MAX_RANKS)
+    absent = set(range(expected)) - here
+    return (absent, here) if len(absent) == expected - (highest(facts, "joined") or 0) else ((), ranks_of(facts))
+
+
+def absent_clients(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    """Return the ranks that did not join the job's store, if the log shows all others."""
+    expected, joined = highest(facts, "expected") or 0, highest(facts, "joined") or 0
+    here = found.announced if "launched" in facts[0].fields else found.ranks
+    absent = set(range(min(expected, MAX_RANKS))) - here
+    whole = found.world_size in (None, expected) and max(found.ranks, default=0) < expected  # else nodes join
+    few = len(absent) == expected - joined <= (expected if "launched" in facts[0].fields else joined)
+    return absent if whole and few else (), ranks_of(facts)
+
+
+def awaited_in_world(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    in_world = (f for f in facts if "group" not in f.fields and f.number("own") in (None, f.rank))
+    return {n for f in in_world if (n := f.number("awaited")) is not None}, ranks_of(facts)
+
+
+def stuck(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    ranks = ranks_of(facts)
+    alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
+    return (ranks if alone else ()), ranks
+
+
+def owner_of_key(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}, ranks_of(facts)
+
+
+def silent(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    ranks = ranks_of(facts)
+    return absent_ranks(found, ranks) if len(ranks) > 1 else (), ranks
+
+
+def silent_of_job(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    whole = bool(found.world_size or found.named("ended"))  # else the log may be a part of the job's
+    return silent(found, facts) if whole else nobody(found, facts)
+
+
+def unhealthy(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    return {int(m[1]) for f in facts if (m := _TASK.search(f.fields["node"]))} - {*ranks_of(facts)}, ranks_of(facts)
+
+
+def of_ras(facts: Sequence[Fact]) -> dict[str, str]:
+    behind, size, seq, most = ranks_behind(facts)
+    where = [f"process {f.fields['pid']} on node {f.fields['host']}" for f in behind]
+    ranks = rank_list([int(f.fields["member"]) for f in behind])
+    return {"behind": ranks, "size": f"{size:,}", "seq": f"{seq:,}", "most": f"{most:,}", "where": some(where)} | {
+        key: behind[0].fields[key] for key in ("pid", "host")
+    }
+
+
+def of_ib(facts: Sequence[Fact]) -> dict[str, str]:
+    first = facts[0].fields
+    status = first.get("status", "")
+    return {"meaning": meanings.IB_STATUS.get(status, f"status {status}"), "ends": first.get("ends", "")}
+
+
+def of_group(facts: Sequence[Fact]) -> dict[str, str]:
+    first = facts[0].fields
+    return {
+        "tag": first.get("tag", "connection"),
+        "group": first.get("group", "its group"),
+        "awaited": str(awaited_most(facts)),
+    }
+
+
+def of_library(facts: Sequence[Fact]) -> dict[str, str]:
+    name = library(facts[0])
+    return {"library": name, "debug": "CCL_LOG_LEVEL=info" if name == "oneCCL" else "NCCL_DEBUG=WARN"}
