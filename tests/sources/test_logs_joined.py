@@ -170,6 +170,7 @@ def test_a_job_that_wrote_nothing_for_long_before_its_limit_hung(tmp_path: Path,
     report = diagnose(tmp_path, steps + rest + LIMIT)
     assert report.state_text is not None and "time limit" in report.state_text
     assert [f.kind for f in report.findings] == (["stall"] if hung else [])
+    assert any("more time (--time" in note for note in report.notes) is not hung
 
 
 @pytest.mark.parametrize("key", ["object", "involvedObject"])

@@ -81,3 +81,19 @@ def test_storage_that_the_late_rank_waits_for_is_named(tmp_path: Path, line: str
     assert f.culprits == (2,) and words in f.message
     assert ("storage" in f.advice) is bool(words)
     assert not words or any("the kernel reports" in note for note in diagnose(tmp_path, line).notes)
+
+
+def scores(slow: str, score: str = "0.61") -> str:
+    """Return one report of NVRx."""
+    text = f"[NeMo W 2031-01-02 nemo_logging:393] STRAGGLER DETECTION WARNING: Some GPUs have worse relative performance. Affected ranks: {slow}\n" * bool(slow)  # fmt: skip
+    lines = "".join(f"      Rank={r} Node=pool-{r // 8} Score={s}\n" for r, s in ((21, score), (3, "0.98")))
+    return f"{text}[NeMo I 2031-01-02 nemo_logging:393] \n    GPU relative performance:\n     Worst performing 2/32 ranks:\n{lines}[NeMo I 2031-01-02 nemo_logging:393] Straggler report processing time: 0.03 sec.\n"
+
+
+@pytest.mark.parametrize("slow", ["{StragglerId(rank=21, node='pool-2')}", "[21]"])
+def test_the_one_rank_that_the_last_reports_of_nvrx_name_is_a_straggler(tmp_path: Path, slow: str) -> None:
+    f = only(diagnose(tmp_path, scores("") + scores(slow) * 3))
+    assert about(f) == ("straggler", "forward", (21,), ()) and (f.severity, f.certainty) == ("warning", "suspected")
+    assert "on pool-2: its GPU's score is 0.61" in f.message
+    for text in (scores(slow) * 2, scores(slow) * 3 + scores(""), scores(slow) * 2 + scores("[21, 3]"), scores("") * 4):
+        assert not diagnose(tmp_path, text).findings

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import library, ranks_of, some
+from distdiag.sources.logs.build import job_ranks, library, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks
 from distdiag.sources.logs.message import Role
@@ -24,7 +24,7 @@ Blamed = tuple[Collection[int], Collection[int]]  # culprits, victims
 
 
 def nobody(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    return (), ranks_of(facts)
+    return (), job_ranks(facts)
 
 
 def lost_store(facts: Sequence[Fact]) -> bool:
@@ -80,7 +80,7 @@ def _waiters(facts: Sequence[Fact]) -> set[int]:
 
 def late(found: Collected, facts: Sequence[Fact]) -> Blamed:
     late = _named(facts, "ranks")
-    return late, {*ranks_of(facts), *_waiters(facts)} - late
+    return late, {*job_ranks(facts), *_waiters(facts)} - late
 
 
 def of_behind(found: Collected, facts: Sequence[Fact]) -> Blamed:
@@ -109,20 +109,20 @@ def first_of_group(found: Collected, facts: Sequence[Fact]) -> Blamed:
 def themselves(found: Collected, facts: Sequence[Fact]) -> Blamed:
     """Return the writers as culprits, unless RDMA failed where their own devices have addresses: then it may be the other end."""
     own = all(f.name != "ib_setup" or f.fields.get("own") == "::" for f in facts)
-    return (ranks_of(facts), ()) if own else ((), ranks_of(facts))
+    return (job_ranks(facts), ()) if own else ((), job_ranks(facts))
 
 
 def without_key(found: Collected, facts: Sequence[Fact]) -> Blamed:
     keys = [f for f in facts if f.name == "jax_key"]  # the awaited one may itself wait for another kind of device
     awaited = awaited_most(keys)
-    return (awaited,), {*ranks_of(keys)} - {awaited}
+    return (awaited,), {*job_ranks(keys)} - {awaited}
 
 
 def absent_at_barrier(found: Collected, facts: Sequence[Fact]) -> Blamed:
     here = found.joined | _waiters([*facts, *found.named("store_waiting")])
     expected = min(highest(facts, "expected") or 0, MAX_RANKS)
     absent = set(range(expected)) - here
-    return (absent, here) if len(absent) == expected - (highest(facts, "joined") or 0) else ((), ranks_of(facts))
+    return (absent, here) if len(absent) == expected - (highest(facts, "joined") or 0) else ((), job_ranks(facts))
 
 
 def absent_clients(found: Collected, facts: Sequence[Fact]) -> Blamed:
@@ -132,26 +132,26 @@ def absent_clients(found: Collected, facts: Sequence[Fact]) -> Blamed:
     absent = set(range(min(expected, MAX_RANKS))) - here
     whole = found.world_size in (None, expected) and max(found.ranks, default=0) < expected  # else nodes join
     few = len(absent) == expected - joined <= (expected if "launched" in facts[0].fields else joined)
-    return absent if whole and few else (), ranks_of(facts)
+    return absent if whole and few else (), job_ranks(facts)
 
 
 def awaited_in_world(found: Collected, facts: Sequence[Fact]) -> Blamed:
     in_world = (f for f in facts if "group" not in f.fields and f.number("own") in (None, f.rank))
-    return {n for f in in_world if (n := f.number("awaited")) is not None}, ranks_of(facts)
+    return {n for f in in_world if (n := f.number("awaited")) is not None}, job_ranks(facts)
 
 
 def stuck(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    ranks = ranks_of(facts)
+    ranks = job_ranks(facts)
     alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
     return (ranks if alone else ()), ranks
 
 
 def owner_of_key(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}, ranks_of(facts)
+    return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}, job_ranks(facts)
 
 
 def silent(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    ranks = ranks_of(facts)
+    ranks = job_ranks(facts)
     return absent_ranks(found, ranks) if len(ranks) > 1 else (), ranks
 
 
@@ -161,7 +161,7 @@ def silent_of_job(found: Collected, facts: Sequence[Fact]) -> Blamed:
 
 
 def unhealthy(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    return {int(m[1]) for f in facts if (m := _TASK.search(f.fields["node"]))} - {*ranks_of(facts)}, ranks_of(facts)
+    return {int(m[1]) for f in facts if (m := _TASK.search(f.fields["node"]))} - {*job_ranks(facts)}, job_ranks(facts)
 
 
 def of_ras(facts: Sequence[Fact]) -> dict[str, str]:

@@ -84,9 +84,14 @@ def ranks_of(facts: Iterable[Fact]) -> tuple[int, ...]:
     return tuple(sorted({f.rank for f in facts if f.rank is not None}))
 
 
+def job_ranks(facts: Iterable[Fact]) -> tuple[int, ...]:
+    """Return the known ranks of facts in the job: without those that are only known on their node."""
+    return ranks_of(f for f in facts if not f.of_node)
+
+
 def who(facts: Collection[Fact], subject: str = "a rank") -> str:
     """Return `ranks 0, 2`, else the hosts with GPUs, nodes or processes that the lines name, else the subject, with its files."""
-    if ranks := ranks_of(facts):
+    if ranks := job_ranks(facts):
         return rank_list(ranks)
     names = [(f.who.process or f.who.label) and f.who.name for f in facts]
     known = [name for name in names if name and name not in OF_NODE]

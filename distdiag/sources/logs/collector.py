@@ -43,6 +43,7 @@ _OF_LAUNCHER = bounded(r"torch/distributed/(?:run|launcher/\w+|elastic/(?:agent|
 # a process of vLLM or SGLang
 _ENGINE = bounded(r"(?:Engine_?[Cc]ore|Worker[_ ](?:DP|PP|TP|EP)\d|VllmWorker|(?:DP|PP|TP|EP)\d)")
 _STATE_LINES = 5
+_TURN = bounded(r"<\|im_start\|>(?!assistant)")
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
@@ -71,6 +72,7 @@ class Collector:
         self._missing: tuple[tuple[object, ...], int] = (), 0  # whose lines name missing ranks, and up to which
         self._of_launchers = False  # the numbers of ranks in front of the lines are those of launchers: of nodes
         self._order = 0
+        self._sample = 0  # up to this line, at most, they are those of a sample
         self._begun = ""  # of a message that the next line continues
         self._of_npu: tuple[int | None, int] = None, 0  # the rank of an exception that the next line continues
         self._last_error: tuple[tuple[object, ...], int] | None = None  # whose line, and which, is NCCL's reason
@@ -116,6 +118,7 @@ class Collector:
             if path in out.recorded:
                 out.recorded[path].flush()
             self._times.clear()
+            self._sample = 0
             self._section, self._earlier, self._actor, self._of_npu = None, 0, {}, (None, 0)
             self._learned.pod, self._learned.begun_by, self._learned.run = "", "", (0, 0)
         for fact in out.named("timeout"):
@@ -157,6 +160,8 @@ class Collector:
         if MARK in text:
             out.recorded.setdefault(path, Recorded()).add(text, number)
             return
+        if self._in_sample(text, number):
+            return
         self._describe(text, number)
         if who.loose:
             self._of_launchers = self._of_launchers or _OF_LAUNCHER.search(text) is not None
@@ -187,6 +192,13 @@ class Collector:
             self._missing = line.source, self._order + lines.LINES_AFTER
         elif not self._tracebacks.belongs(line) and not self._tracebacks.ends(line):
             self._look_up(line)
+
+    def _in_sample(self, text: str, number: int) -> bool:
+        """True for the lines of a turn of a conversation in the data, which may quote a log; a model's own turn may lack its end."""
+        begins = "<|im_" in text and _TURN.match(PREFIX.sub("", text, count=1)) is not None
+        inside = begins or number <= self._sample
+        self._sample = 0 if "<|im_end|>" in text else number + lines.NEAR_LINES if begins else self._sample
+        return inside
 
     def _exception_of_npu(self, text: str, number: int, who: Writer) -> None:
         """Give all lines of an exception of torch_npu the rank that its second line names."""
@@ -273,6 +285,8 @@ class Collector:
         kind = fields.get("type", "") + _DIGIT.sub("#", fields.get("what", "")[:60]) if name == "exception" else ""
         kind = " ".join(fields) if name == "host_report" else kind
         key = (name, kind, line.path, who.rank, who.process, who.task, who.group)
+        if name == "lost_worker" and self._learned.shut.get(line.path, line.number) < line.number:
+            return None  # its client reports the end of a process that was told to exit
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.facts) >= MAX_FACTS:
             return None

@@ -36,7 +36,7 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_system(r, reported)
         _of_rerun(r, found.named("rerun"))
     reasons = [r for r in reasons if not _is_part(r, reasons)]
-    reasons = _of_devices(_without_repeats(_of_one_remedy(_of_thread(reasons))))
+    reasons = _of_devices(_without_repeats(_of_one_remedy(_of_thread(_of_worker(reasons)))))
     for r in reasons:
         _of_port(r, found)
     return reasons
@@ -112,9 +112,10 @@ def _of_all(r: Reason, found: Collected) -> None:
     world = found.world_size or 0
     # each process prints an exception once; NCCL's messages are printed again without a name
     once = r.facts[0].name == "exception" and r.meaning.cause == "crashed"
+    ended = not r.ranks and r.facts[0].uncaught and all(f.uncaught or f.site is None for f in r.facts)
     whole = len(r.ranks) + len(nameless) == world <= MAX_RANKS
-    if r.ranks and nameless and once and whole and max(r.ranks) < world:
-        r.ranks = set(range(world))
+    if nameless and whole and ((r.ranks and once) or ended) and max(r.ranks, default=0) < world:
+        r.ranks, r.inferred = set(range(world)), r.inferred or not r.ranks
 
 
 def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
@@ -147,6 +148,20 @@ def _without_repeats(reasons: list[Reason]) -> list[Reason]:
         return name != "exception" and any(r.ranks <= q.ranks and {*r.unnamed} <= {*q.unnamed} for q in more)
 
     return [r for r in reasons if not repeats(r)]
+
+
+def _of_worker(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons; the one fault that names no process is that of the one loader's worker which ended by it."""
+    lost = [r for r in reasons if r.facts[0].name == "loader_fault"]
+    faults = [r for r in reasons if r.facts[0].name == "fatal" and not (r.ranks or r.unnamed)]
+    if len(lost) != 1 or len(faults) != 1 or len(lost[0].facts) != len(faults[0].facts):
+        return reasons
+    own, fault = lost[0], faults[0]
+    if own.facts[0].fields["what"] != fault.facts[0].fields["what"]:
+        return reasons
+    own.after = f"; the worker failed{at(fault.facts[0].site)}{own.after}" if fault.facts[0].site else own.after
+    own.facts = [*own.facts, *fault.facts]
+    return [r for r in reasons if r is not fault]
 
 
 def _of_thread(reasons: list[Reason]) -> list[Reason]:

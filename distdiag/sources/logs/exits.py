@@ -117,16 +117,17 @@ def _of_memory(found: Collected, memory: list[Fact]) -> Reason:
     named = list(dict.fromkeys(named[0])) or ([] if ranks_of(memory) else list(dict.fromkeys(named[1])))
     hosts = {f.fields["host"] for f in exact if "host" in f.fields and ranks_of(memory)}
     after, grows = slow.growth(found)
+    holds, advice = slow.most_memory(found)
     return Reason(
         meaning,
         meaning.text,
-        meaning.advice + grows,
+        (advice or meaning.advice) + grows,
         0.0,
         {*ranks_of(memory)},
         named,
         facts=memory,
         hosts=hosts,
-        after=after,
+        after=holds + after,
     )
 
 
@@ -137,7 +138,8 @@ def _whose(f: Fact) -> str:
     if label := f.fields.get("label"):
         return label
     if host := f.fields.get("host"):
-        return f"process {f.fields['pid']} on {host}" if "pid" in f.fields else f"a process on {host}"
+        actor = f" ({f.fields['actor']})" if "actor" in f.fields else ""
+        return f"process {f.fields['pid']}{actor} on {host}" if "pid" in f.fields else f"a process on {host}"
     return f.who.process
 
 

@@ -43,6 +43,7 @@ class Fact:
     run: tuple[int, int] = (0, 0)  # launch and attempt, of those appended to one file
     uncaught: bool = False  # its traceback begins at the script itself, so nothing in the script caught it
     warned: bool = False  # a line of the program's own log has its traceback: a warning, or that it is skipped
+    logged: bool = False  # a line of the program's own log has its traceback: it was caught, whatever came of it
     of_host: bool = False  # only the kernel or the host of a node writes its file
     early: bool = False  # it came before the job began
     doubtful: bool = False  # progress came after it, too little to show that the job survived it

@@ -27,6 +27,7 @@ _PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a d
 _RACE = bounded(r"No such file or directory: .{1,300} -> |\bFile exists: |\bDirectory not empty: ")
 _DIRECTORIES = bounded(r"/\S{24,400}/(?=[^\s/])")  # of a long path; its last part says more
 _ADDRESS, _NUMBER = bounded(r"0x[0-9a-f]+"), bounded(r"0x[0-9a-f]+|\d+")
+_OF_PROGRAM = ("crashed", "gradient", "loss")  # causes that all ranks may have at once
 _OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
 
 
@@ -261,7 +262,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         r.ranks, r.inferred, r.guessed = {q for q in awaited if q is not None}, True, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     of_line = bool(r.facts) and bool(r.facts[0].message.about)
-    everyone = "" if others or of_line or r.meaning.cause != "crashed" else found.all_of(r.ranks)
+    everyone = "" if others or of_line or r.meaning.cause not in _OF_PROGRAM else found.all_of(r.ranks)
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)

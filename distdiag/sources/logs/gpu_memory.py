@@ -50,7 +50,10 @@ def memory_of_others(f: Fact, found: Collected) -> tuple[str, str]:
         named = rank_list(sorted(known)) if len(known) == len(ranks) else f"pid {some([*ranks])}"
         who += f" ({named})" * sure
         return f": {who} {verb(ranks, 'holds', 'hold')} {about}{gib:.3g} GiB of {gpu}", "ranks"
-    who = f"process {most}" if sure else "another process"
+    label = next(
+        (process for process, host, pid in found.in_world if str(pid) == most and host in ("", f.who.host)), ""
+    )
+    who = f"process {most}" + (f" ({label.partition(' pid=')[0]})" if label else "") if sure else "another process"
     return f": {who}, which is not this rank, holds {about}{gib:.3g} GiB of {gpu}", "others"
 
 

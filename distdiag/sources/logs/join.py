@@ -18,7 +18,7 @@ from distdiag.sources.logs.files import ranks_of
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.writers import apart
 from distdiag.terms.ranks import unfold_ranks
-from distdiag.terms.untrusted import bounded, is_rank
+from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
 
 LATER_S = 2.0  # the clocks of hosts differ by less
 HERE = ("127.0.0.1", "127.0.1.1", "localhost", "localhost.localdomain", "::1")  # each host itself
@@ -130,6 +130,9 @@ def _of_communicators(found: Collected) -> None:
     Of a job that was started again, some hosts are the same.
     """
     largest = {who: rank for who, (world, rank) in found.in_world.items() if world == found.world_size}
+    if max({*found.ranks, *itertools.chain(*found.by_path.values())}, default=0) >= (found.world_size or MAX_RANKS):
+        found.world_size = None  # it is that of another program, such as an inference server
+        return
     hosts: dict[int, set[str]] = {}
     for (_, host, _), rank in largest.items():
         hosts.setdefault(rank, set()).add(host)

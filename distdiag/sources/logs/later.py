@@ -487,6 +487,8 @@ def _went_on(f: Fact, later: Later, ends: _Ends) -> bool:
 
 def _others_went_on(f: Fact, later: Later, ends: _Ends) -> bool:
     """True if any process made more progress than the job can without the one that failed."""
+    if f.logged and f.rank is None and not f.uncaught and later.after(f.path, f.line) >= NAMELESS:
+        return True
     if _names(f.who, f.rank)[0][0]:
         return later.went_on(f.path, f.line)
     nameless = not ends.exit and later.after(f.path, f.line, ("", None)) >= NAMELESS

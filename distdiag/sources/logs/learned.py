@@ -43,6 +43,7 @@ class Learned:
         run: The launch, and its attempt, of which the lines are.
         stopped: The last run that a scheduler stopped.
         pod: The one that `kubectl describe` describes.
+        shut: The line of each file in which a server's process exits as it was told to.
         begun_by: The command by which a shell started the job, without what is another one for each launch.
     """
 
@@ -51,6 +52,7 @@ class Learned:
         self.run: tuple[int, int] = (0, 0)
         self.stopped: tuple[Path, tuple[int, int]] | None = None
         self.pod = self.begun_by = ""
+        self.shut: dict[Path, int] = {}
         facts = (m for m in MESSAGES.values() if m.role is Role.FACT and not m.series)
         self._methods: dict[str, Callable[[Of, Line], None]] = {m.name: getattr(self, m.name) for m in facts}
 
@@ -197,6 +199,10 @@ class Learned:
     def node_came(self, of: Of, line: Line) -> None:
         if len(self.found.nodes_came) < MAX_WRITERS:
             self.found.nodes_came.add(of["node"])
+
+    def shut_down(self, of: Of, line: Line) -> None:
+        if not any(f.path == line.path and f.role is not Role.HINT for f in self.found.facts):
+            _put(self.shut, line.path, line.number)
 
     # -- launches and attempts
 

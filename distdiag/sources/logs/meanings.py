@@ -25,7 +25,7 @@ RERUNS: Mapping[str, tuple[str, str]] = MappingProxyType({
 OF_BATCH = "; a last, smaller batch is the most common reason: drop_last=True, pad it, or exchange the sizes first"
 AFTER_CAUGHT = "mend what raised it (filter that sample, or skip it on all ranks alike); a rank that catches an exception must still make the calls that the others make"
 _OF_ENGINE = "lower the engine's share of memory (gpu_memory_utilization, mem-fraction-static)"
-_OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU"
+_OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it, or keep this job off that GPU (CUDA_VISIBLE_DEVICES, one process fewer)"
 _OTHER_RANKS = "let each rank use its own GPU only: call torch.cuda.set_device(LOCAL_RANK) before anything uses CUDA, and load checkpoints with map_location='cpu' or the rank's own device (torch.load puts tensors on the GPU from which they were saved)"
 # by whether an inference engine ran out of it, and who else holds a part
 FULL_GPUS: Mapping[tuple[bool, str], str] = MappingProxyType({

@@ -16,7 +16,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
 from distdiag.sources.logs import blamed, meanings
-from distdiag.sources.logs.build import ENDED, Fields, finding, last_words, ranks_of, some, who
+from distdiag.sources.logs.build import ENDED, Fields, finding, job_ranks, last_words, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import HERE, first_site
 from distdiag.terms.untrusted import bounded
@@ -98,6 +98,8 @@ LATE_ROWS = (
         "give all hosts the same NCCL_PROTO, NCCL_ALGO and other NCCL_* variables, and one version of NCCL (NCCL_DEBUG=INFO prints what is `set by environment`); if they have, compare the shapes that the ranks pass there"),
     Row("jax_barrier", _LATE, "processes of JAX waited in vain at its barrier {barrier}{at}: the log does not name those that did not come", _JOIN_JAX,
         ("{culprits} did not come to JAX's barrier {barrier}, where the others waited{at}", _JOIN_JAX), blames=blamed.missing),
+    Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at}, inside {within}: they wait there until it has done its work{bar}",
+        meanings.GOES_FIRST.format(who="rank {awaited}", where="it"), when=lambda facts: not blamed.lost_store(facts) and any(f.within for f in facts), blames=blamed.first_of_group, more=blamed.of_group),
     Row("unique_id", _LATE, "rank {awaited} did not reach the first collective of a group, where {who} {waits} for it{at} ({reason})",
         "see what rank {awaited} did meanwhile: long work before the first collective (data, a download, a model), an exception, "
         "or a collective that only the others call; give long work a longer timeout in init_process_group", when=lambda facts: not blamed.lost_store(facts), blames=blamed.first_of_group, more=blamed.of_group),
@@ -272,6 +274,8 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     culprits, victims = row.blames(found, facts)
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
+    bar = next((found.bars[f.path] for f in facts if found.bars.get(f.path)), "")
+    fields |= {"bar": f"; a progress bar moved on while they waited ({bar})" if bar else ""}
     fields |= row.more(facts) | {"came": _came(found), "settings": _settings(found)}
     kind, _, cause = row.kind.partition("/")
     went_on = kind == "rank_lost" and (found.steps or found.began)
@@ -328,7 +332,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         blamed.highest(facts, "after"),
     )
     joined, expected = blamed.highest(facts, "joined") or 0, facts[0].number("expected") or 0
-    ranks = tuple(victims) or ranks_of(facts)
+    ranks = tuple(victims) or job_ranks(facts)
     out |= {
         "who": rank_list(victims) if victims else who(facts, subject),
         "at": at(first_site(facts)),

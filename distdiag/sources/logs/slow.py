@@ -1,4 +1,4 @@
-"""A job that runs on, but slowly: the rank that Megatron's straggler reports name, and iterations that take longer from a line on."""
+"""A job that runs on, but slowly: the rank that the straggler reports of Megatron or NVRx name, and iterations that take longer from a line on."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from distdiag.diagnosis.model.findings import Finding, Severity
 from distdiag.sources.logs.build import finding
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.terms.units import duration
-from distdiag.terms.untrusted import is_rank
+from distdiag.terms.untrusted import bounded, is_rank, numbers
 
-SERIES = ("iteration", "straggler_report", "host_memory")
 GROWN = 1.25  # of the host memory in use: its last to its first value
-FACTOR = 1.5  # of the slowest to the fastest rank, and of iterations to those before
+FACTOR = 1.5  # of the slowest to the fastest rank, of iterations to those before, of the most memory to the next
 LEAST = 3  # reports; iterations before and after, apart from the first one
+_RANK = bounded(r"\brank=(\d{1,7})")
 KEPT = 512  # of one series: the first and the last ones
 _COST = "all ranks wait for it in every step"
 _CLOCK = "see why that GPU is clocked down (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER` on its node: heat, a power limit); repair it, or take the node out"
@@ -45,6 +45,8 @@ def growth(found: Collected) -> tuple[str, str]:
 def findings(found: Collected) -> list[Finding]:
     """Return the rank that all of the last reports name as the slowest one, by far."""
     for (name, _, _), series in found.series.items():
+        if name == "gpu_scores" and (slowest := _by_scores(series)) is not None:
+            return [slowest]
         last = series[-LEAST:]
         if name != "straggler_report" or len(last) < LEAST:
             continue
@@ -53,6 +55,44 @@ def findings(found: Collected) -> list[Finding]:
         if len(named) == 1 and far and is_rank(rank := int(min(named))):
             return [_slowest(rank, last)]
     return []
+
+
+def most_memory(found: Collected) -> tuple[str, str]:
+    """Return (which process Ray lists as the one that held far more memory than any other, what to do then); empty if none did."""
+    for (name, _, _), series in found.series.items():
+        table = {f.fields["pid"]: f for f in series if name == "memory_user"}  # of each process its last line
+        first, second, *_ = [*sorted(table.values(), key=lambda f: -float(f.fields["gb"])), None, None]
+        if first is None or second is None:
+            continue
+        most_gb, next_gb = float(first.fields["gb"]), float(second.fields["gb"])
+        if most_gb >= FACTOR * next_gb:
+            what = f"{first.fields['command']} (pid {first.fields['pid']})"
+            return (
+                f"; {what} held most of it: {most_gb:,.0f} GB, the next process {next_gb:,.0f} GB (line {first.line:,})",
+                f"see what {what} keeps from step to step (data, results, a leak): the process that Ray killed need not be the cause; else give the job more host memory",
+            )
+    return "", ""
+
+
+def _by_scores(series: Sequence[Fact]) -> Finding | None:
+    """Return the one rank that NVRx calls slow in each of its last reports; None if there is none."""
+    reports: list[tuple[set[int], list[Fact]]] = [(set(), [])]
+    for f in series:
+        reports[-1][1].append(f)
+        named = f.fields.get("ranks", "")
+        reports[-1][0].update(map(int, _RANK.findall(named)) if "rank=" in named else numbers(named))
+        reports += [(set(), [])] if "over" in f.fields else []
+    last = reports[-1 - LEAST : -1]
+    ranks = set[int]().union(*(slow for slow, _ in last))
+    if len(last) < LEAST or len(ranks) != 1 or not all(slow for slow, _ in last) or not is_rank(rank := min(ranks)):
+        return None
+    facts = [f for _, report in last for f in report if "ranks" in f.fields]
+    score = next((f for f in last[-1][1] if f.fields.get("r") == str(rank)), None)
+    shown = f" on {score.fields['host']}: its GPU's score is {score.fields['score']}, 1 is the fastest" if score else ""
+    message = f"rank {rank} is the one slow rank in each of NVRx's last {LEAST} straggler reports{shown}"
+    return finding(
+        "straggler", "forward", facts, message, _OTHER, culprits=[rank], cost=_COST, severity=Severity.WARNING
+    )
 
 
 def _slowest(rank: int, reports: Sequence[Fact]) -> Finding:

@@ -181,7 +181,11 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
         "imeout at" in f.text for w in waiting.values() for f in w.facts
     )  # else: "an error or timeout"
     how = "timed out" if known else "failed or timed out"
-    start = f"{_op(waiting) or 'collective'}{_number(waiting, group)} {how}{after}: {rank_list(ranks)} waited in it"
+    lost = {f.rank for f in found.facts if f.role is Role.VICTIM}
+    broken = [r for r in ranks if limit_s and not waiting[r].limit_s and r in lost]  # it reports an error, no timeout
+    waited = f"{rank_list([r for r in ranks if r not in broken])} waited in it"
+    waited += f", {rank_list(broken)} failed in it" if broken else ""
+    start = f"{_op(waiting) or 'collective'}{_number(waiting, group)} {how}{after}: {waited}"
     site = at(next((w.site for w in waiting.values() if w.site is not None), None))
     elsewhere, unknown = _in_gloo(found, waiting)
     absent = () if late or unknown else _absent(found, group, ranks)

@@ -105,6 +105,7 @@ class _Trace:
     ignored: bool = False  # by Python, in a destructor
     passed_on: bool = False  # by Ray, to the process that called it
     warned: bool = False  # it follows a warning of the program's log
+    logged: bool = False  # it follows an error of the program's log
     fatal: Fact | None = None  # it is the stack of this error, innermost frame first
     other_thread: bool = False
 
@@ -126,7 +127,7 @@ class Tracebacks:
         self._spawned: int | None = None
         self._announced = -1, -1  # the rank that a logger's line reports to have failed, and which line
         self._ignored = self._warned = -1  # lines before a traceback
-        # the last report of an error with a time: its source, line and time
+        # the last report of an error: its source, line and time
         self._timed: tuple[object, int, tuple[str, float] | None] = None, -1, None
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
         self._unended: dict[tuple[object, ...], tuple[Fact, int]] = {}  # exceptions whose message ends with a colon
@@ -189,7 +190,7 @@ class Tracebacks:
         if "above exception" in text and (earlier := self._exceptions.pop(source, None)) is not None:
             self._before[source], earlier.direct = earlier, "direct cause" in text
             return True
-        if line.who.at is not None and _REPORTS.search(text) is not None:
+        if _REPORTS.search(text) is not None:
             self._timed = source, line.order, line.who.at
         if "ank" in text and (of_logger := _ANNOUNCES.search(text)) is not None:
             self._announced = int(of_logger["rank"]), line.order
@@ -207,7 +208,7 @@ class Tracebacks:
             rank = self._announced[0]
         trace = _Trace(rank=rank, who=line.who, margin=line.text.index("Traceback ("))
         if self._timed[:2] == (line.source, line.order - 1):  # of the program's own log, which has this traceback
-            trace.at = self._timed[2]
+            trace.at, trace.logged = self._timed[2], True
         trace.ignored = line.order == self._ignored + 1
         trace.warned = line.order == self._warned + 1
         self._traces[line.source] = self._traces[_anonymous(line)] = trace  # its other lines may have no prefix
@@ -284,7 +285,7 @@ class Tracebacks:
                 self._found.per_node = self._found.per_node or launcher in OF_NODE
                 of_task = "" if fact.who.task is not None else launcher
                 fact.who, fact.site = replace(fact.who, process=of_task), fact.site if launcher == _SPAWNS else None
-            fact.uncaught, fact.warned = trace.uncaught, trace.warned
+            fact.uncaught, fact.warned, fact.logged = trace.uncaught, trace.warned, trace.logged
             fact.engine = fact.engine or any(_ENGINE.search(str(frame["filename"])) for frame in trace.frames)
             fact.package = m[1] if (m := _PACKAGE.search(innermost)) is not None else ""
             fact.unpickles = any(_UNPICKLES.search(f"{frame['filename']} {frame['name']}") for frame in trace.frames)

@@ -21,7 +21,7 @@ from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
-from distdiag.sources.logs.join import WAITED, before, join, same_port
+from distdiag.sources.logs.join import WAITED, before, earlier, join, same_port
 from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import AFTER_CAUGHT, STOPS, advice_on_stop
 from distdiag.sources.logs.message import Role
@@ -128,7 +128,7 @@ def judge_logs(
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
         notes=(
-            *advice_on_stop(text or "", "\n".join(f.text for f in found.facts)),
+            *([] if findings else advice_on_stop(text or "", "\n".join(f.text for f in found.facts))),
             *_notes(found, findings, bool(findings or text)),
         ),
         unjudged=None if findings or text or ended else _unjudged(found),
@@ -193,6 +193,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
         return shown, None
     waits = (
         reports.of_versions(found)
+        or _network_first(found)
         or rows.first_of(rows.LATE_ROWS, found)
         or reports.analyzed(found, timeouts.findings(found))
     )
@@ -210,6 +211,23 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     lost = lost or _last_error(found)
     signal = "" if lost else exits.sent(found)
     return (lost or slow.findings(found))[:MAX_FINDINGS], _stopped_by(signal) if signal else None
+
+
+def _network_first(found: Collected) -> list[Finding]:
+    """Return the finding on a network that failed for ranks before any other rank timed out: those waited for them."""
+    lost = {f.rank for f in found.named("ib", "efa")} - {f.rank for f in found.named("timeout")} - {None}
+    timed = [f for f in found.facts if f.role in WAITED and f.who.at is not None]  # a repeated text may have no time
+    waits = [f for f in timed if f.role is Role.WAIT and f.rank not in lost]
+    if not waits or not any(f.rank in lost and all(earlier(f, w) for w in waits) for f in timed):
+        return []
+    ranks = sorted({f.rank for f in waits if f.rank is not None})
+    in_what = failures.in_what([f for f in waits if f.name == "timeout"] or waits)
+    then = f"; {rank_list(ranks) if ranks else 'others'} then {in_what}"
+    rdma = [row for row in rows.LOST_ROWS if row.names in ("ib", "efa")]
+    return [
+        msgspec.structs.replace(f, message=f.message + then, victims=tuple(sorted({*f.victims, *ranks})))
+        for f in rows.first_of(rdma, found)
+    ]
 
 
 def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:

@@ -14,7 +14,7 @@ MESSAGES = (
        meaning=Meaning("nonfinite", "gradient", "found a gradient that is not finite in iteration {step} ({what})", NOT_FINITE), about=("r",)),
     message("nan_loss", C, ("Unexpected result", r"Unexpected result -?(?:nan|inf) (?:on rank (?P<r>\d+)|at \S{1,300} line \d+, invo[ck]ation #\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{1,160})'"),
        meaning=Meaning("nonfinite", "loss", "found a result that is not finite in iteration {step} ({what})", NOT_FINITE), about=("r",)),
-    message("loss_scale", C, ("loss scale already at minimum", r"[Ll]oss scale already at minimum"),
+    message("loss_scale", C, ("loss scale already at minimum", r"(?:Current )?[Ll]oss scale already at minimum"),
        meaning=Meaning("nonfinite", "gradient", "got gradients that overflow fp16, until the loss scale was at its minimum", "look for NaN in the loss and the data, lower the learning rate, or train in bf16")),
     message("rerun", H, (", device ", r"\b[Rr]ank (?P<r>\d+), node (?P<host>[\w.-]{1,253}), device (?P<device>\d+), iteration #(?P<step>\d+): .{0,300}?[Pp]ossible (?P<what>transient|persistent|Application) error")),
     message("ecc", C, ("cudaErrorECCUncorrectable", r"cudaErrorECCUncorrectable"),
