@@ -286,7 +286,7 @@ class Collector:
         kind = " ".join(fields) if name == "host_report" else kind
         key = (name, kind, line.path, who.rank, who.process, who.task, who.group)
         if name == "lost_worker" and self._learned.shut.get(line.path, line.number) < line.number:
-            return None  # its client reports the end of a process that was told to exit
+            return None  # its client reports the end of a process that was asked to exit
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.facts) >= MAX_FACTS:
             return None

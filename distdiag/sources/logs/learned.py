@@ -43,7 +43,7 @@ class Learned:
         run: The launch, and its attempt, of which the lines are.
         stopped: The last run that a scheduler stopped.
         pod: The one that `kubectl describe` describes.
-        shut: The line of each file in which a server's process exits as it was told to.
+        shut: The line of each file in which a server's process exits as it was asked to.
         begun_by: The command by which a shell started the job, without what is another one for each launch.
     """
 

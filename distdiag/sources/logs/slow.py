@@ -88,8 +88,9 @@ def _by_scores(series: Sequence[Fact]) -> Finding | None:
         return None
     facts = [f for _, report in last for f in report if "ranks" in f.fields]
     score = next((f for f in last[-1][1] if f.fields.get("r") == str(rank)), None)
-    shown = f" on {score.fields['host']}: its GPU's score is {score.fields['score']}, 1 is the fastest" if score else ""
-    message = f"rank {rank} is the one slow rank in each of NVRx's last {LEAST} straggler reports{shown}"
+    on = f" on {score.fields['host']}" if score else ""
+    shown = f"; its GPU's score is {score.fields['score']}, 1 is the fastest" if score else ""
+    message = f"rank {rank}{on} is the one slow rank in each of NVRx's last {LEAST} straggler reports{shown}"
     return finding(
         "straggler", "forward", facts, message, _OTHER, culprits=[rank], cost=_COST, severity=Severity.WARNING
     )

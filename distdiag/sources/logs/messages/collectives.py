@@ -7,11 +7,9 @@ from distdiag.sources.logs.message import C, F, H, Meaning, S, V, W, message
 _UNIQUE_ID = r"\[(?P<waiter>\d+)\] is setting up NCCL communicator and retr\w+ ncclUniqueId from \[(?P<awaited>\d+)\].{0,200}?got error: "
 
 MESSAGES = (
-    message("timeout", W, ("Watchdog caught", r"Watchdog caught collective operation timeout: Work\w+\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[^\]]{0,99})\])?(?:, NumelIn=(?P<nin>\d+), NumelOut=(?P<nout>\d+))?, Timeout\(ms\)=(?P<limit>\d+)\) ran for (?P<ran>\d+) milliseconds"),
-       aborts=True),
+    message("timeout", W, ("Watchdog caught", r"Watchdog caught collective operation timeout: Work\w+\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[^\]]{0,99})\])?(?:, NumelIn=(?P<nin>\d+), NumelOut=(?P<nout>\d+))?, Timeout\(ms\)=(?P<limit>\d+)\) ran for (?P<ran>\d+) milliseconds"), aborts=True),
     message("timeout_cut", W, ("Watchdog caught", r"Watchdog caught coll[^)]{0,200}$"), aborts=True),
-    message("counters", W, ("last enqueued", r"(?:detected by watchdog at work(?: sequence id)?|Timeout at NCCL work): (?P<at>\d+).{0,40}?last enqueued (?:NCCL )?work: (?P<enq>-?\d+).{0,160}?last completed (?:NCCL )?work: (?P<done>-?\d+)"),
-       aborts=True),
+    message("counters", W, ("last enqueued", r"(?:detected by watchdog at work(?: sequence id)?|Timeout at NCCL work): (?P<at>\d+).{0,40}?last enqueued (?:NCCL )?work: (?P<enq>-?\d+).{0,160}?last completed (?:NCCL )?work: (?P<done>-?\d+)"), aborts=True),
     message("dump_signal", W, ("Received a dump signal", r"Received a dump signal due to a collective timeout from\s+(?:this local rank|rank (?P<first>\d+)).{0,99}?Last enqueued (?:NCCL )?work: (?P<enq>-?\d+),.{0,160}? last completed (?:NCCL )?work: (?P<done>-?\d+)")),
     message("stuck_watchdog", W, ("Heartbeat monitor timed out", r"Heartbeat monitor timed out"),
        ("watchdog got stuck", r"watchdog got stuck for (?P<stuck_s>\d+) seconds")),
@@ -36,8 +34,7 @@ MESSAGES = (
     message("hccl_heartbeat", H, ("Heartbeat Lost", r"Location\[IP/ID\]:\[(?P<host>[\w.:]{1,60})/(?P<device>\d+)\]")),
     message("analyzer", H, ("Culprit rank", r"Culprit rank \d{1,6}; (?P<what>Error type: (?P<error>SIZE_OR_SYNTAX|COLLECTIVE_TYPE|COLLECTIVE_DTYPE)_MISMATCH\b.{0,200})")),
     message("unique_id", V, ("ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.{0,99}(?:[Rr]eset by peer|[Bb]roken [Pp]ipe|[Gg]ot 0 bytes|[Cc]onnection closed).*)"),
-       ("ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.*)", W),
-       of_group=True),
+       ("ncclUniqueId from", _UNIQUE_ID + r"(?P<reason>.*)", W), of_group=True),
     message("barrier_late", W, ("failed to pass monitoredBarrier", r"Ranks? (?P<ranks>\d+(?:, \d+)*) failed to pass monitoredBarrier in (?P<limit>\d+) ms")),
     message("ras", F, ("Job summary", r"^Job summary\s*$")),
     message("ras_group", S, (") MISMATCH", r"^#\d{1,6}-\d{1,6} \([0-9a-f]{1,32}\) MISMATCH")),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from distdiag.sources.logs.message import F, message
 
 MESSAGES = (
-    message("shut_down", F, ("EngineCore exiting", r"\bEngineCore exiting\.")),  # as it was told to
+    message("shut_down", F, ("EngineCore exiting", r"\bEngineCore exiting\.")),  # as it was asked to
     message("gpu_scores", F, ("worse relative performance", r"worse relative performance\. Affected ranks: (?P<ranks>[\[{].{1,400}[\]}])"),
        ("Score=", r"^\s{1,20}Rank=(?P<r>\d{1,7}) Node=(?P<host>\S{1,253}) Score=(?P<score>[01]\.\d{1,4})"),
        ("report processing time", r"(?P<over>Straggler report processing time)"),  # its last line
        series=True),
     message("iteration", F, ("elapsed time per iteration", r"\biteration\s{1,12}(?P<step>\d{1,12})/.{0,200}?elapsed time per iteration \(ms\): (?P<ms>\d{1,12}(?:\.\d{1,6})?)(?:.{0,200}?global batch size:\s{1,9}(?P<batch>\d{1,9}))?"), series=True),
-    message("straggler_report", F, ("MxRtt/Rnk: ", r"MnRtt/Rnk: (?P<least_ms>\d{1,9}(?:\.\d{1,6})?)ms/\d+ \| MxRtt/Rnk: (?P<most_ms>\d{1,9}(?:\.\d{1,6})?)ms/(?P<r>\d{1,7})\b(?:.{0,200}?MxTmp/Rnk: (?P<temperature>\d{1,3}(?:\.\d{1,3})?)C/(?P<hot>\d{1,7}))?(?:.{0,200}?MnClk/Rnk: (?P<clock>\d{1,6}(?:\.\d{1,3})?)MHz/(?P<low>\d{1,7}) \| MxClk/Rnk: (?P<clocks>\d{1,6}))?.{0,200}?MnEtpt/Rnk: \d{1,9}(?:\.\d{1,6})?TF/(?P<least>\d{1,7})"),
-       series=True),
+    message("straggler_report", F, ("MxRtt/Rnk: ", r"MnRtt/Rnk: (?P<least_ms>\d{1,9}(?:\.\d{1,6})?)ms/\d+ \| MxRtt/Rnk: (?P<most_ms>\d{1,9}(?:\.\d{1,6})?)ms/(?P<r>\d{1,7})\b(?:.{0,200}?MxTmp/Rnk: (?P<temperature>\d{1,3}(?:\.\d{1,3})?)C/(?P<hot>\d{1,7}))?(?:.{0,200}?MnClk/Rnk: (?P<clock>\d{1,6}(?:\.\d{1,3})?)MHz/(?P<low>\d{1,7}) \| MxClk/Rnk: (?P<clocks>\d{1,6}))?.{0,200}?MnEtpt/Rnk: \d{1,9}(?:\.\d{1,6})?TF/(?P<least>\d{1,7})"), series=True),
     message("nccl_rank", F, (" in world size ", r"\brank (?P<r>\d+) in world size (?P<world>\d+)"),
        ("world_size=", r"\brank=(?P<r>\d+)\b,? world_size=(?P<world>\d+)"),
        (" nranks ", r"\brank (?P<r>\d+) nranks (?P<world>\d+)(?:.{0,60}?\bbusId (?P<bus>[\da-f]{1,12})\b)?")),

@@ -7,8 +7,7 @@ from distdiag.sources.logs.message import C, F, H, Meaning, S, V, message
 
 MESSAGES = (
     message("clients", S, (" joined", r"Timed out after (?P<after>\d+) seconds waiting for (?:clients|workers)\. (?P<joined>\d+)/(?P<expected>\d+) (?:clients|workers) joined"), unstarted=True),
-    message("store_barrier", S, ("in store based barrier", r"Timed out.{0,99}store based barrier(?:.{0,40}? rank: (?P<waiter>\d+))?.{0,200}?\(world_size=(?P<expected>\d+), (?:worker_count|num_workers_joined)=(?P<joined>\d+)"),
-       unstarted=True),
+    message("store_barrier", S, ("in store based barrier", r"Timed out.{0,99}store based barrier(?:.{0,40}? rank: (?P<waiter>\d+))?.{0,200}?\(world_size=(?P<expected>\d+), (?:worker_count|num_workers_joined)=(?P<joined>\d+)"), unstarted=True),
     message("store_waiting", S, ("in store based barrier", r"Waiting.{0,99}store based barrier(?:.{0,40}? rank: (?P<waiter>\d+))?.{0,200}?\(world_size=(?P<expected>\d+), (?:worker_count|num_workers_joined)=(?P<joined>\d+)")),
     message("master", F, ("--master", r"(?P<option>--master[-_]addr)[= ](?P<addr>[\w.:-]{2,253})"),
        ("master_addr=", r"^\W*master_addr=(?P<addr>[\w.:-]{2,253})"),
@@ -22,8 +21,7 @@ MESSAGES = (
     message("no_name", F, ("cannot be retrieved", r"network addresses of \((?P<peer>[^,)\s]+), ?\d+\) cannot be retrieved \(gai error: (?P<why>.{1,60}?)\)")),
     message("no_answer", F, ("failed to connect to [", r"client socket has failed to connect to \[(?P<peer>[^\]\s]+)\]:(?P<port>\d+) \(errno: \d+ - (?P<why>[^)]{1,60})\)")),
     message("store_connect", S, ("trying to connect", r"client socket has timed out after (?P<after>\w+) while trying to connect to \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
-       ("failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"),
-       unstarted=True),
+       ("failed to connect to any network address", r"client socket has failed to connect to any network address of \((?P<peer>[^,)]+), ?(?P<port>\d+)\)"), unstarted=True),
     message("coordination", V, ("stopped sending heartbeats", r"The following tasks are unhealthy \(stopped sending heartbeats\): (?:\w{1,9}: )?(?P<node>\S{1,200}[\w)])"),
        (" heartbeat timeout", r"\bTask (?P<node>/job:\S{1,200}) heartbeat timeout")),
     message("keep_alive", V, ("keep-alive heartbeat", r"The node '(?P<node>[^']{1,200})' has failed to send a keep-alive heartbeat to the rendezvous")),

@@ -79,7 +79,7 @@ LOST = (
 EXITS = "(EngineCore_1 pid=6611) INFO 03-04 05:06:07 [core.py:712] EngineCore exiting.\n"
 
 
-def test_a_server_that_was_told_to_exit_was_not_lost(tmp_path: Path) -> None:
+def test_a_server_that_was_asked_to_exit_was_not_lost(tmp_path: Path) -> None:
     stopped = diagnose(tmp_path, "step 9 loss: 0.4\nINFO:     Shutting down\n" + EXITS + LOST)
     assert not stopped.findings and stopped.state == "running"
     assert only(diagnose(tmp_path, "step 9 loss: 0.4\n" + LOST + EXITS)).message.startswith("EngineCore_1 was lost")
