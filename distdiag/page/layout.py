@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 16
+VERSION = 17
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 CALLERS = 3  # most callers of a call's site
@@ -305,8 +305,8 @@ class SampleKind(IntEnum):
     DROPPED_LOSS = 15  # NaN, the fourth after which the next update had finite gradients
     INFINITE_LOSS = 12  # several in a row, all with finite gradients
     NAN_INPUT = 8  # the batch of a non-finite loss contains NaN
-    # of the optimizer's first group whose rate is not 0, where a checksum is taken (all are 0, and others step: none); its key is
-    # how often the compared parameters were written in place so far
+    # of the optimizer's first group whose rate is not 0, where a checksum is taken (all are 0, and others step: none); its key: how often
+    # the compared parameters were written in place so far (low 32 bits), whether parameters are sharded (bit 32), a hash of the groups' sizes
     LEARNING_RATE = 9
     # checksum of the buffers that are saved with the model, without running statistics; `name`: of the first of them
     STATE = 18

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distdiag.page.layout import Phase, SampleKind, word
 from distdiag.recorder import unseen
 from distdiag.recorder.hooks.collectives import Collectives
-from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums, _counted
+from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums, _Compared, _counted
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 
 
@@ -157,6 +157,21 @@ def test_a_learning_rate_of_zero_is_that_of_all_that_is_stepped(
         layers[0].load_state_dict(layers[0].state_dict())
         checksums.after_optimizer(torch.optim.SGD(groups), 4)
         assert out.of[SampleKind.LEARNING_RATE][1] == before + 2, "weight and bias were written"
+
+
+def test_the_learning_rate_of_sharded_parameters_is_sampled_although_they_are_not_compared() -> None:
+    flat = nn.Parameter(torch.ones(8))
+    flat._fsdp_flattened = True  # type: ignore[attr-defined]
+    groups = [{"params": [flat], "lr": 0.1}, {"params": [nn.Parameter(torch.ones(3))], "lr": 0.2}]
+    keys = []
+    for part in (groups, groups[:1]):
+        out: Any = Written()
+        checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), out)  # type: ignore[arg-type]
+        checksums._parameters = lambda _optimizer: _Compared([], 0, 0, "", [])  # type: ignore[method-assign]
+        checksums.after_optimizer(torch.optim.SGD(part), 4)
+        assert out.of[SampleKind.LEARNING_RATE][0] == 0.1 and SampleKind.PARAMETERS not in out.of
+        keys.append(out.of[SampleKind.LEARNING_RATE][1])
+    assert all(key >> 32 & 1 for key in keys) and keys[0] != keys[1], "the groups differ"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -376,7 +391,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from distdiag.recorder.hooks.replica_checksums import _replicated
+from distdiag.recorder.hooks.replica_checksums import _replicated, _sharded
 
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
 
@@ -395,6 +410,7 @@ whole = fully_shard(model(), mesh=init_device_mesh("cpu", (4,)))
 print(of(whole))
 print(of(fully_shard(parallelize_module(model(), mesh["tp"], PLAN)[1], mesh=mesh["dp"])))
 print(of(nn.Linear(4, 4)))
+print([{_sharded(p) for p in m.parameters()} for m in (whole, nn.Linear(4, 4))])
 """
 
 
@@ -402,7 +418,8 @@ def test_the_parameters_beside_sharded_ones_are_those_that_a_dimension_of_the_me
     """Tensor parallelism leaves the stem and a bias whole on each rank of its mesh; FSDP shards everything."""
     done = subprocess.run([sys.executable, "-c", MESH], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    whole, pairs, fsdp, both, none = done.stdout.splitlines()
+    whole, pairs, fsdp, both, none, sharded = done.stdout.splitlines()
+    assert sharded == "[{True}, {False}]"
     assert whole == "([(8,), (8,), (8, 4)], '0-3')"
     assert pairs == "([(8,), (8,), (8, 4)], '0-1')"
     assert fsdp == "([], '')" and none == "([], '')"

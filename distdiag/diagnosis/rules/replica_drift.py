@@ -17,13 +17,14 @@ from distdiag.diagnosis.comparison import Veto, by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
-from distdiag.diagnosis.text.drift import DRIFT, LAYERS, LEFT_IN_EVAL, LOGGED, MODES, OVERWRITTEN, UNFROZEN, WAYS
+from distdiag.diagnosis.text.drift import DRIFT, LAYERS, LEFT_IN_EVAL, LOGGED, MODES, OVERWRITTEN, RATES, UNFROZEN, WAYS
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
 from distdiag.terms.ranks import by_value, unfold_ranks
 
 kind = kinds.REPLICA_DRIFT
+SHARDED = 1 << 32  # bit of a learning rate's key
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         if isinstance(found, Finding):
             return
     yield from _layers(s)
+    yield from _rates(s)
     yield from _modes(s)
     yield from _logged(s)
 
@@ -130,6 +132,50 @@ def _layers(s: Snapshot) -> Iterator[Finding]:
             where=wheres(s, sorted(s.ranks), None, {q: _site(r, True) for q, r in s.ranks.items()}),
             drift=", ".join(found["drift"]), equal=", ".join(found["equal"]),
         )  # fmt: skip
+
+
+def _rates(s: Snapshot) -> Iterator[Finding]:
+    """Yield that learning rates differ between ranks of which each steps a part of one model: FSDP's shards, or ZeRO's parameters."""
+    rates = by_step({q: {x.step: x for x in _samples_of(r, "learning_rate")} for q, r in s.ranks.items()})
+    equal = [k for k, of in rates.items() if not _differ([x.value for x in of.values()], limits.relative)]
+    since = [k for k in rates if not equal or k > equal[-1]]
+    if len(since) < limits.modes or len({x.key >> 32 for x in rates[since[-1]].values()}) > 1:
+        return
+    sharded = bool(rates[since[-1]][min(s.ranks)].key & SHARDED)
+    if not (synchronous(s) and not any(r.models for r in s.ranks.values()) if sharded else _zero(s, since)):
+        return
+    values = {q: x.value for q, x in rates[since[-1]].items()}
+    kept = [q for q in sorted(s.ranks) if len({of[q].value for of in rates.values()}) == 1]
+    odd = tuple(kept) if 0 < len(kept) < len(values) else minority(values)
+    yield RATES(
+        culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], step=since[0], where=(), each=_rates_text(values), newest=since[-1],
+        kept=f"; that of {rank_list(odd)} has not changed since step {min(rates)}" if odd and odd == tuple(kept) else "",
+        how="the parameters are sharded" if sharded else "the replicas stay equal, as ranks send what they have stepped to the others (ZeRO)",
+        proved=sharded and since[-1] >= limits.certain_step,
+    )  # fmt: skip
+
+
+def _zero(s: Snapshot, steps: list[int]) -> bool:
+    """True if DDP averages each step and the replicas are equal at the newest of these steps, and ranks send tensors to the others."""
+    sums = by_step({q: {x.step: x for x in _samples_of(r, "parameters")} for q, r in s.ranks.items()})
+    newest = [[*sums[k].values()] for k in steps[-limits.modes :] if k in sums]
+    same = [_comparable([x.key for x in of]) and not _differ([x.value for x in of], limits.relative) for of in newest]
+    whole = all(s.whole(m.group) for r in s.ranks.values() for m in r.models)
+    return (
+        len(same) == limits.modes
+        and all(same)
+        and whole
+        and _by_ddp(s) == "each_step"
+        and all(map(_sends, s.ranks.values()))
+    )
+
+
+def _sends(r: RankState) -> bool:
+    """True if a rank has sent tensors to the others, or got theirs, since its oldest step that is known."""
+    calls = (c for c in r.calls if c.op.startswith(("broadcast", "all_gather", "allgather")))
+    return any(
+        (c.bytes or 0) > limits.metrics_bytes and (c.entered_s or 0.0) >= r.steps[0].end_s for c in calls if r.steps
+    )
 
 
 def _modes(s: Snapshot) -> Iterator[Finding]:
@@ -430,7 +476,9 @@ def _hooks_lost(s: Snapshot, since: int) -> Sample | None:
 
 def _apart(s: Snapshot, equal: int | None, first: int, odd: tuple[int, ...]) -> tuple[str, bool]:
     """Return how the parameters came apart between two steps, and whether something else than the common steps wrote those of `odd`."""
-    counts = by_step({q: {x.step: x.key for x in _samples_of(r, "learning_rate")} for q, r in s.ranks.items()})
+    counts = by_step(
+        {q: {x.step: x.key & 0xFFFFFFFF for x in _samples_of(r, "learning_rate")} for q, r in s.ranks.items()}
+    )
     written = {q: n - counts[equal][q] for q, n in counts[first].items()} if equal in counts and first in counts else {}
     most = {q for q, n in written.items() if n == max(written.values())}
     named = {*odd} or most

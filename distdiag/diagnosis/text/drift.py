@@ -25,6 +25,12 @@ LAYERS = Template(kind, "gradients_not_synced",
     "each rank trains its own copy of these parameters",
     "all_reduce the gradients of {drift}, too: each rank computes them from its own part of the batch or of the sequence; if each rank is to "
     "have its own, ignore this", severity=Severity.WARNING)  # fmt: skip
+RATES = Template(kind, "learning_rates",
+    "learning rates differ between the ranks since step {step} or earlier ({each} at step {newest}{kept}), and each rank steps a part of the "
+    "model: {how}",
+    "parts of one model train at different rates",
+    "call the scheduler's `step()` on all ranks, not under `if rank == 0`, and with the same input: a reduced metric, steps instead of a rank's "
+    "samples; and load the same optimizer state on all ranks", severity=Severity.WARNING)  # fmt: skip
 MODES = Template(kind, "mode",
     "{culprits} {culprits:trains|train} with {n} dropout or batch-norm layer{n:|s} in eval mode since step {step} or earlier, the others with {usual}",
     "in eval mode dropout is off, and batch norm uses its running statistics and does not update them: the ranks do not train the same way",

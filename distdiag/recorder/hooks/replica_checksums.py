@@ -104,6 +104,7 @@ class ReplicaChecksums:
             every = params if params and not ranks else own
             trained = sum(p.numel() for p in every if p.grad is not None) if self.reduced else 0
             self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0)
+        self._rate(optimizer, params, step)
         if not params:
             return
         if self.averaged_elements:
@@ -113,11 +114,6 @@ class ReplicaChecksums:
         self._checksum(SampleKind.PARAMETERS, params, step, which, name=ranks)
         if step in LAYER_STEPS:
             self._sample_layers(step)
-        rates = [g.get("lr") for g in optimizer.param_groups]
-        known = all(type(rate) in (int, float) for rate in rates)  # it may be a tensor on a device
-        if known and (any(rates) or not self.others):  # else other optimizers train for now
-            written = sum(p._version for p in params[:: max(1, len(params) // CHECKSUM_TENSORS)])
-            self.samples.write(SampleKind.LEARNING_RATE, step, next(filter(None, rates), 0.0), written)
         if (counted := _counted(optimizer, params)) is not None:
             self.samples.write(SampleKind.OPTIMIZER_STEPS, step, counted)
         buffers = [x for m in self.ledger.models.values() for x in self._buffers(m)]
@@ -129,6 +125,18 @@ class ReplicaChecksums:
         layers = [layer for m in self.ledger.models.values() for layer in _mode_layers(m)]
         if layers:
             self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers), len(layers))
+
+    def _rate(self, optimizer: Any, params: list[Any], step: int) -> None:
+        """Record the learning rate of an optimizer whose parameters are compared, or are sharded over the ranks."""
+        groups = optimizer.param_groups
+        rates = [g.get("lr") for g in groups]
+        known = all(type(rate) in (int, float) for rate in rates)  # it may be a tensor on a device
+        sharded = any(map(_sharded, _params(optimizer)))
+        if known and (params or sharded) and (any(rates) or not self.others):  # else other optimizers train for now
+            written = sum(p._version for p in params[:: max(1, len(params) // CHECKSUM_TENSORS)])
+            alike = zlib.crc32(repr([len(g["params"]) for g in groups]).encode()) >> 1 << 33
+            key = written & 0xFFFFFFFF | sharded << 32 | alike
+            self.samples.write(SampleKind.LEARNING_RATE, step, next(filter(None, rates), 0.0), key)
 
     def _watch_second_step(self, optimizer: Any, step: int) -> None:
         """Find the modules that the second step calls: those outside DDP, or without DDP all."""
@@ -363,6 +371,12 @@ def _spread(tensors: list[Any]) -> list[Any]:
 
 def _params(optimizer: Any) -> list[Any]:
     return [p for g in optimizer.param_groups for p in g["params"]]
+
+
+def _sharded(p: Any) -> bool:
+    """True if each rank steps its own part of a parameter: FSDP's, or of a DTensor."""
+    placements = getattr(p, "placements", ())
+    return any(x.is_shard() for x in placements) if placements else getattr(p, "_fsdp_flattened", False)
 
 
 def _mode_layers(m: Model) -> list[Any]:

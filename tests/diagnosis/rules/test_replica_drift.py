@@ -19,6 +19,7 @@ from distdiag.diagnosis.model.snapshot import (
 )
 from distdiag.diagnosis.rules import nonfinite, replica_drift, unused_parameters
 from tests.diagnosis.made import MODEL, findings, job, loader, of_kind, only, rank
+from tests.diagnosis.made import steps as made_steps
 
 
 def found_in(s: Snapshot) -> list[Finding]:
@@ -274,6 +275,52 @@ def test_learning_rates_that_differ_are_the_reason() -> None:
     # gradients are accumulated over two backwards: only one of them is synchronised
     f = with_rates(lambda q, k: 1.0 + 0.1 * q * k, lambda q, k: 0.1 * (q + 1), forwards=32, synced_backwards=16)
     assert f.culprits == () and "learning rates differ" in f.message
+
+
+def own_parts(
+    rates: Callable[[int, int], float], key: int = 0, apart: float = 0.0, which: int = 0, sent: int = 4096, **more: Any
+) -> list[Finding]:
+    """Return the findings of three ranks that step parts of one model, whose rates were sampled; by rank and step.
+
+    Args:
+        key: Of the rates; bit 32: the parameters are sharded.
+        apart: Distance of the parameters of the ranks after each step.
+        which: Ranks above 0 have other parameters to this extent.
+        sent: Bytes that each rank broadcasts after a step.
+    """
+    at = (0, 2, 4, 8, 16, 32)
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        of = [Sample("learning_rate", k, rates(q, k), key=key) for k in at[1:]]
+        if key >> 32 & 1:
+            return (*of, *(Sample("reduced", k, more.get("share", 1.0)) for k in at[1:]))
+        return (*of, *(Sample("parameters", k, k + apart * q * k, key=5 + which * q) for k in at))
+
+    call = Call(op="broadcast", group="default_pg", seq=9, bytes=sent, entered_s=90.0)
+    models = () if key >> 32 & 1 else (MODEL,)
+    of = [rank(q, models=models, samples=samples(q), calls=(call,), steps=made_steps()) for q in range(3)]
+    return of_kind(found_in(job(*of)), "replica_drift")
+
+
+def test_rates_that_differ_where_each_rank_steps_a_part_of_the_model_are_reported() -> None:
+    """ZeRO keeps the replicas equal, and FSDP's shards cannot be compared."""
+    warmup, on_rank_0 = lambda q, k: 0.1 * k, lambda q, k: 0.1 * (k if q == 0 else 1)
+    for key, certain in ((0, "suspected"), (3 << 32, "proved")):
+        f = only(own_parts(on_rank_0, key))
+        assert (f.cause, f.severity, f.certainty, f.culprits) == ("learning_rates", "warning", certain, (1, 2))
+        assert "3.2 on rank 0" in f.message and "ranks 1, 2 has not changed since step 2" in f.message
+        assert "`step()` on all ranks" in str(f.advice) and "drift" not in f.message
+        assert own_parts(warmup, key) == []
+        assert own_parts(lambda q, k: 0.1 * (q + 1 if k < 16 else 1), key) == [], "equal again"
+    assert only(own_parts(lambda q, k: 0.1 * k + (q == 1), 0)).culprits == (1,)
+
+
+def test_rates_of_ranks_that_do_not_step_parts_of_one_model_may_differ() -> None:
+    other = lambda q, k: 0.1 * (q + 1)  # noqa: E731
+    assert own_parts(other, 1 << 32, share=0.3) == [], "shards within a node"
+    assert own_parts(other, which=1) == [], "each rank's optimizer has other layers, with their own rates"
+    assert own_parts(other, sent=8) == [], "the optimizer may not use its rate"
+    assert all("a part of the" not in f.message for f in own_parts(other, apart=0.1)), "replicas that drift"
 
 
 @pytest.mark.parametrize(
