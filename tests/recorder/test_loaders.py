@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -16,7 +17,10 @@ from torch.utils.data import (
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
+    Subset,
     SubsetRandomSampler,
+    TensorDataset,
+    random_split,
 )
 
 from distdiag.page.layout import page_path
@@ -71,6 +75,69 @@ def test_a_datasets_length_is_called_once_per_epoch(name: str, recorded: Loaders
     assert data.calls == 1
     slot = next(iter(recorded._slots.values()))
     assert (slot.length, slot.dataset_length) == (len(loader), SAMPLES) == (len(list(loader)), SAMPLES)
+
+
+class Listed(Dataset[Any]):
+    """Lists its samples, after something else of the same length."""
+
+    def __init__(self, index: Any, name: str = "files") -> None:
+        self.cache = [None] * len(index)
+        setattr(self, name, index)
+        self.n = len(index)
+
+    def __len__(self) -> int:
+        return self.n
+
+
+FILES = [f"/data/{k % 5}/{k}.png" for k in range(300)]
+
+
+def part(files: list[str], seed: int) -> Dataset[Any]:
+    return random_split(Listed(files), [240, 60], generator=torch.Generator().manual_seed(seed))[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "equal"),
+    [
+        ((Listed(FILES), Listed([f"/local/rank{k % 2}/{x}" for k, x in enumerate(FILES)])), True),
+        ((Listed([*zip(FILES, range(300), strict=True)]), Listed([*zip(FILES, range(1, 301), strict=True)])), True),
+        ((Listed(FILES), Listed(FILES[::-1])), False),
+        ((Listed(FILES[::2]), Listed(FILES[1::2])), False),
+        ((part(FILES, 1), part(FILES, 1)), True),
+        ((part(FILES, 1), part(FILES, 2)), False),
+        ((part(FILES, 1), part(FILES[::-1], 1)), False),
+        ((Listed(np.arange(300), "ids"), Listed(torch.arange(300), "ids")), True),
+        ((Listed(np.arange(300), "ids"), Listed(torch.randperm(300), "order")), False),
+        ((Listed([f"cache_rank_{q}/part_rank_{q}_{k}" for q in (0,) for k in range(9)]), Listed([f"part_rank_1_{k}" for k in range(9)])), True),
+    ],
+    ids=["other folders", "with labels", "another order", "each rank's part", "one split", "two splits", "split of another order", "types",
+         "shuffled", "each rank's copies"],
+)  # fmt: skip
+def test_data_sets_with_other_samples_or_another_order_are_told_apart(
+    make: tuple[Dataset[Any], ...], equal: bool, recorded: Loaders
+) -> None:
+    found = []
+    for data in make:
+        recorded.starts(DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=0)), object(), None)
+        found.append(next(iter(recorded._slots.values())).data_set_index)
+    assert all(found) and (found[0] == found[1]) is equal and recorded.header.errors == 0
+    assert all(bool(x >> 33) is isinstance(data, Subset) for x, data in zip(found, make, strict=True))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [Listed(list(range(300)), "labels"), Listed(torch.randn(300)), Listed([[0.5]] * 300), Counted(), TensorDataset(torch.ones(300)),
+     Subset(Listed(FILES), [])],
+    ids=["labels", "values", "rows", "nothing", "tensors", "empty"],
+)  # fmt: skip
+def test_data_sets_without_an_index_have_none(data: Dataset[Any], recorded: Loaders) -> None:
+    recorded.starts(DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=2, rank=0)), object(), None)
+    assert next(iter(recorded._slots.values())).data_set_index == 0 and recorded.header.errors == 0
+
+
+def test_only_what_a_distributed_sampler_splits_has_an_index(recorded: Loaders) -> None:
+    recorded.starts(DataLoader(Listed(FILES), 4), object(), None)
+    assert next(iter(recorded._slots.values())).data_set_index == 0
 
 
 class OwnSampler(torch.utils.data.Sampler[int]):

@@ -121,6 +121,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     # of the samples in it, those with the lowest hashes: the hash (high 32 bits), which workers gave it (bit i of 16), and how often it
     # came (low 16 bits)
     epoch_samples: tuple[int, ...] = ()
+    data_set_index: int = 0  # hash of which samples the data set has, in which order; bit 33: a Subset; 0: unknown
 
 
 class Buckets(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

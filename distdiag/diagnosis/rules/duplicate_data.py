@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.comparison import by_step, vetoed
+from distdiag.diagnosis.comparison import by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
@@ -46,6 +46,7 @@ class Limits:
 
 
 limits = Limits()
+SPLIT = 1 << 33  # bit of a data set's index: it is a Subset
 _EXCHANGES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _REPEATED = "{repeated} of {world} ranks repeat the work of another"
 SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same batches{site}{also}", _REPEATED,
@@ -70,6 +71,10 @@ APART = Template(kind, "same_batches_on_ranks",
     "the DistributedSamplers of the ranks shuffle differently: their {what} is {each}{site}; so their parts overlap, and some samples are in none",
     "in every epoch some samples are trained on by several ranks, and others by none",
     "give the DistributedSampler the same {what} on all ranks: it shuffles the whole data set, and then takes each rank's part", proved=True)  # fmt: skip
+OTHER_DATA = Template(kind, "same_batches_on_ranks",
+    "DistributedSampler splits one data set, but the ranks have {n} different ones, by their samples or the order of these{odd}{site}",
+    "each epoch leaves some samples out, and may give others to several ranks{also}", "{do}; if each rank is to have its own data, give it no "
+    "DistributedSampler")  # fmt: skip
 FROM_WORKERS = Template(kind, "same_samples_from_workers",
     "each of the {n} workers of the loader gives the same samples on {victims}{site}: {how}", "an epoch trains on each sample {n} times",
     "let each worker read its own part: where the data are read (`__iter__` of the dataset), split by `get_worker_info()`, too: part rank * "
@@ -102,6 +107,9 @@ _DO = {
     "dataset": "the DistributedSampler is correct, but the dataset makes the same samples from different indices; seed NumPy and random "
     "with seed + rank (in workers: worker_init_fn), or draw each sample from a generator seeded by its index",
     "sampler": "give the DistributedSampler the right rank and num_replicas",
+    "split": "split with the same seed on all ranks: `random_split(…, generator=torch.Generator().manual_seed(0))`, not with the global generator "
+    "that each rank has seeded differently",
+    "list": "list the samples in one order on all ranks (`sorted(…)`; shuffle with one seed), and let the sampler alone take each rank's part",
 }
 
 
@@ -139,7 +147,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             len(loaders[q].first_fingerprints) >= limits.times for q in unknown
         ):  # else those of more ranks may follow
             found += _same_batches(s, loaders)
-        found += _shuffled_apart(s, loaders)
+        found += [*_shuffled_apart(s, loaders)] or _other_data(s, loaders)
         yield from found or _same_samples(s, loaders)
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):
@@ -340,6 +348,19 @@ def _shuffled_apart(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding
             shown = ", ".join(each[:3]) + (", …" if len(each) > 3 else "")
             yield _found(APART, s, loaders, sorted(loaders), what=what, each=shown)
             return
+
+
+def _other_data(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding]:
+    """Yield the finding of ranks whose DistributedSamplers split data sets with other samples, or in another order."""
+    rows, index = loaders.values(), {q: x.data_set_index for q, x in loaders.items()}
+    fits = all(x.distributed_sampler and x.sampler_fits for x in rows) and all(index.values())
+    if not fits or len({x.iterations_started for x in rows}) > 1 or len(set(index.values())) == 1:
+        return
+    split, odd = all(x & SPLIT for x in index.values()), minority(index)
+    yield _found(
+        OTHER_DATA, s, loaders, sorted(loaders), n=len(set(index.values())), odd=f", and {rank_list(odd)} not that of the others" if odd else "",
+        also="; some may be in another rank's validation" if split else "", do=_DO["split" if split else "list"],
+    )  # fmt: skip
 
 
 def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:

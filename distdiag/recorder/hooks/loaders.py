@@ -27,6 +27,7 @@ from torch.utils.data import (
 from distdiag.page.layout import LOADERS, LoaderSlot
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
+from distdiag.recorder.hooks.data_set_index import data_set_index
 from distdiag.recorder.hooks.epoch_samples import MOST, EpochSamples
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import has_memory, unseen
@@ -98,6 +99,9 @@ class Loaders:
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, IterableDataset) and hasattr(dataset, "set_epoch"):
             epoch = getattr(dataset, "epoch", None)  # by which it shuffles itself; its workers may have another
+        if slot.distributed_sampler == 1 and isinstance(sampler, DistributedSampler):
+            with unseen():
+                slot.data_set_index = data_set_index(dataset, slot.dataset_length)
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
         if slot.sampler_epoch == left_in > 0:  # resumed within this epoch
             slot.n_previous = 0
@@ -135,7 +139,7 @@ class Loaders:
             slot.previous[i] = slot.first[i]
         slot.n_first = 0
         slot.batches = 0
-        slot.exhausted = 0
+        slot.exhausted = slot.data_set_index = 0
         slot.iterations += 1
         self.ledger.loader = 0  # ids of iterators are reused
         if self._trained == id(iterator):

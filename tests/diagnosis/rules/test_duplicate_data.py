@@ -79,6 +79,43 @@ def test_samplers_that_shuffle_differently_are_reported(
     assert found(shuffle=False) == []
 
 
+@pytest.mark.parametrize(
+    ("index", "more", "words"),
+    [
+        ((5, 6, 7), {}, "the ranks have 3 different ones"),
+        ((5, 5, 6), {}, "and rank 2 not that of the others"),
+        ((5, 5, 5), {}, ""),
+        ((5, 6, 0), {}, ""),  # one is not known
+        ((5, 6, 7), {"sampler_fits": False}, ""),  # each rank has its own sampler, of one replica
+        ((5, 6, 7), {"distributed_sampler": False}, ""),
+    ],
+)
+@pytest.mark.parametrize("split", [True, False])
+def test_ranks_that_split_different_data_sets_are_reported(
+    index: tuple[int, ...], more: dict[str, object], words: str, split: bool
+) -> None:
+    common = {
+        "distributed_sampler": True,
+        "sampler_fits": True,
+        "shuffle": True,
+        "sampler_seed": 0,
+        "dataset_length": 100,
+    } | more
+
+    def found(epochs: tuple[int, ...]) -> list[Finding]:
+        of = [
+            loader(first_fingerprints=prints(q), data_set_index=x and x | split << 33, iterations_started=e, **common)
+            for q, (x, e) in enumerate(zip(index, epochs, strict=True))
+        ]
+        return data(job(*(rank(q, loaders=(x,)) for q, x in enumerate(of))), PLAIN)
+
+    of = found((1, 1, 1))
+    assert [(f.cause, f.severity) for f in of] == [("same_batches_on_ranks", "warning")] * bool(words)
+    if words:
+        assert words in of[0].message and ("random_split" in str(of[0].advice)) is split is ("validation" in of[0].cost)
+    assert found((1, 1, 2)) == [], "it may be another one in each epoch"
+
+
 def hashed(samples: Iterable[int]) -> tuple[int, ...]:
     """Return what a rank keeps of an epoch of these samples."""
     times = Counter(zlib.crc32(str(x).encode()) for x in samples)

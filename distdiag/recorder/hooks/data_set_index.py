@@ -1,0 +1,75 @@
+"""A fingerprint of which samples a map-style data set has, and in which order: to see whether all ranks have the same one.
+
+It is made of the data set's own index: `Subset.indices`, a list of files. Nothing of the job's code runs: only `vars()` is read, and
+elements of built-in sequences, arrays and tensors.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from distdiag.recorder.unseen import has_memory
+
+ELEMENTS = 64
+KNOWN, SPLIT = 1 << 32, 1 << 33
+_INDEX = re.compile(r"ind(?:ex|ices|s)?$|idxs?$|ids?$|perm|order")  # other integers may be labels, or seeds of the rank
+_OF_RANK = re.compile(r"(?:rank|proc|worker|host|node|gpu|cuda)[-_:]?\d+", re.IGNORECASE)
+
+
+def data_set_index(data: Any, length: int) -> int:
+    """Return a hash of some elements of a data set's index, with `KNOWN`, and `SPLIT` if it is a Subset; 0: it has no known index."""
+    if length <= 0:
+        return 0
+    chosen = list(range(0, length, max(1, length // ELEMENTS)))[:ELEMENTS]
+    found: list[Any] = []
+    split, exact = 0, True
+    for _ in range(4):  # a Subset of a Subset
+        if not isinstance(data, Subset):
+            break
+        own = vars(data)
+        picked = _elements(own.get("indices"), chosen, length if exact else None)
+        if picked is None or not all(type(x) is int and x >= 0 for x in picked):
+            return 0
+        found.append(picked)
+        data, chosen, split, exact = own.get("dataset"), picked, SPLIT, False
+    for name, value in getattr(data, "__dict__", {}).items() if type(data).__module__ != "builtins" else ():
+        picked = _elements(value, chosen, length if exact else None)
+        names = [_name(x) for x in picked or ()]
+        if names and (
+            all(type(x) is str for x in names) or (_INDEX.search(name) and all(type(x) is int for x in names))
+        ):
+            found.append(names)
+            break
+    return zlib.crc32(repr((length, found)).encode()) | KNOWN | split if found else 0
+
+
+def _name(x: Any) -> str | int | None:
+    """Return what identifies an element of an index: a file's name without its folder, which may be the node's or the rank's own."""
+    if type(x) is tuple or type(x) is list:  # (path, label)
+        x = next((part for part in x if type(part) is str), None)
+    if type(x) is str:
+        return _OF_RANK.sub("", x.rpartition("/")[2][-200:])
+    return x if type(x) is int else None
+
+
+def _elements(values: Any, chosen: Sequence[int], length: int | None) -> list[Any] | None:
+    """Return the chosen elements of a sequence of a built-in type; None if it is none, or has another length."""
+    numpy = sys.modules.get("numpy")
+    if type(values) in (list, tuple, range):
+        n, read = len(values), values.__getitem__
+    elif numpy is not None and type(values) is numpy.ndarray and values.ndim == 1 and values.dtype.kind in "iuUO":
+        n, read = len(values), values.item
+    elif type(values) is torch.Tensor and values.dim() == 1 and values.is_cpu and has_memory(torch.Tensor):
+        if values.is_floating_point() or values.is_complex() or values.layout is not torch.strided:
+            return None
+        n, read = len(values), lambda i: values[i].item()
+    else:
+        return None
+    return [read(i) for i in chosen] if (n == length if length is not None else n > max(chosen)) else None
