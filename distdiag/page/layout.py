@@ -323,6 +323,9 @@ class SampleKind(IntEnum):
     # number of parameters whose autograd node is no longer that on which DDP has put its hook; the key: of how many; `name`: the first
     HOOKS_LOST = 23
     OPTIMIZER_STEPS = 24  # that the optimizer's state has counted, also before it was loaded; where Python can read that without a device
+    # checksum of the parameters after a step and an averaging of as many elements, which has not changed them; after times 1, 2, 4, 8, …
+    # (key, bit 32: this one has)
+    NOT_WRITTEN_BACK = 25
     EVAL_MODE = 16  # number of dropout and batch-norm layers of DDP's modules that are in eval mode after a step; key: of all such layers
 
 

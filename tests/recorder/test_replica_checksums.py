@@ -333,6 +333,38 @@ def test_the_gradients_of_the_step_are_sampled() -> None:
     assert in_a_job(net, torch.optim.SGD(net.parameters(), lr=0.1)).at[SampleKind.GRADIENTS, 4] > 0
 
 
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        ("a copy", [1, 2, 4, 8]),
+        ("written back", []),
+        ("a few elements", []),
+        ("gradients of each pass", []),
+        ("later", [1, 2, 3]),
+    ],
+)
+def test_averages_that_do_not_reach_the_parameters_are_seen(how: str, found: list[int]) -> None:
+    """Periodic averaging: the parameters are the same after it as after the step."""
+    net = nn.Linear(8, 8)
+    lead, written = torch.optim.SGD(net.parameters(), lr=0.1), Written()
+    ledger: Any = SimpleNamespace(
+        models={}, averaged_by=None, lead=lambda: lead, backward_ns=9 * (how == "gradients of each pass")
+    )
+    checksums = ReplicaChecksums(ledger, written)  # type: ignore[arg-type]
+    for step in range(1, 12):
+        with torch.no_grad():
+            net.weight.add_(0.1)
+        checksums.after_optimizer(lead, step)
+        if how == "written back" or (how == "later" and step == 4):
+            with torch.no_grad():
+                net.weight.mul_(0.5)
+        checksums.averaged(2 if how == "a few elements" else 72, step)
+    assert checksums.averaged_elements == (2 if how == "a few elements" else 72)
+    # the parameters after the step are known from the second on
+    assert [step - 1 for kind, step in written.at if kind is SampleKind.NOT_WRITTEN_BACK] == found
+    assert how != "later" or written.of[SampleKind.NOT_WRITTEN_BACK][1] == 1 << 32, "since then they reach them"
+
+
 @pytest.mark.parametrize("nested", [True, False])
 def test_an_optimizer_whose_step_contains_the_leading_one_leads(nested: bool) -> None:
     """ZeroRedundancyOptimizer: replicas are equal after its broadcast only, and it has the parameters of all ranks."""

@@ -6,6 +6,7 @@ Healthy look-alikes: thaw_staged, local_sgd, fsdp_shared, layer_drop, joined_une
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -329,6 +330,8 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
         return kind if over_all and synchronous(s) else None
     if kind == "outside_ddp":
         return None if _exchange_tensors(s) else kind
+    if _not_written_back(s, drifting):
+        return "not_written_back"
     if over_all and len(over_all) >= s.world_size:
         # Parameters that are averaged now and then, not their gradients at each step, differ between those times (local
         # SGD). Otherwise: no backward is synchronised, or the parameters that are stepped are not those that DDP wraps.
@@ -352,6 +355,33 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     if not shares or min(shares) < least or max(shares) > most:
         return None
     return "different_init"
+
+
+def _not_written_back(s: Snapshot, drifting: list[int]) -> bool:
+    """True if replicas began equal, and averagings of as many elements as they have leave them as they were, and different.
+
+    Averages that arrive after the next step are applied later.
+    """
+    sums = by_step({q: _values(r, "not_written_back") for q, r in s.ranks.items()})
+    apart = [_differ([*of.values()], limits.relative) for of in sums.values()]
+    changed = any(x.key >> 32 for x in _samples(s, "not_written_back"))
+    equal_first = drifting[0] > 0 and not changed and all(0 in _values(r, "parameters") for r in s.ranks.values())
+    return len(apart) >= limits.samples and all(apart) and equal_first and not any(map(_late, s.ranks.values()))
+
+
+def _late(r: RankState) -> bool:
+    """True if a rank does not wait for an all_reduce of tensors before its next step ends, or another thread reduces them."""
+    of = [
+        c for c in r.calls if c.op == "all_reduce" and (c.bytes or 0) > limits.metrics_bytes and c.entered_s is not None
+    ]
+    ends = [x.end_s for x in r.steps]
+    return any(
+        c.other_thread
+        or (
+            c.asynchronous and any((c.entered_s or 0.0) < end < (c.completed_s or c.left_s or math.inf) for end in ends)
+        )
+        for c in of
+    )
 
 
 def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
@@ -390,6 +420,12 @@ def _apart_in(s: Snapshot, kind: str, drifting: list[int]) -> dict[int, float]:
     values = by_step({q: _values(r, kind) for q, r in s.ranks.items()})
     apart = [of for k, of in values.items() if k <= drifting[-1] and len(set(of.values())) > 1]
     return apart[-1] if apart else {}
+
+
+_BY_HAND = ("different_init", "partly_averaged", "some_reduced", "unequal", "not_written_back")
+_WARNS = ("outside_ddp", "untrained", "state", "not_written_back")
+# a plain tensor in a model of DTensors may be a rank's own, such as its experts
+_BY_DESIGN = (*_WARNS, "some_reduced", "partly_averaged", "split_module")
 
 
 def _finding(
@@ -435,15 +471,13 @@ def _finding(
         what += f" ({_rates_text(counted or rates)})"
     elif way == "gradients_not_synced":
         what += _not_through_ddp(s)
-    by_hand = cause in ("different_init", "partly_averaged", "some_reduced", "unequal") and not models
-    # a plain tensor in a model of DTensors may be a rank's own, such as its experts
-    by_design = cause in ("some_reduced", "partly_averaged", "split_module", "outside_ddp", "untrained", "state")
-    certain = steps[-1] >= limits.certain_step and not by_design
+    by_hand = cause in _BY_HAND and not models
+    certain = steps[-1] >= limits.certain_step and cause not in _BY_DESIGN
     # not DDP's, if it averages well
     unseen = way in ("update", "written", "first_update", "hooks_lost", "optimizer_state") and not by_hand
     return DRIFT(
         cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause == "buffers",
-        severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in ("outside_ddp", "untrained", "state") else None,
+        severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in _WARNS else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=() if unseen else wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
         equal="" if equal is None else f" (equal at step {equal})", what=what, spread=_spread(values), do=words.do, cost=words.cost,

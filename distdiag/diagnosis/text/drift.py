@@ -103,6 +103,13 @@ WAYS = {
         "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after parameters were "
         "added or unfrozen",
     ),
+    "not_written_back": Words(
+        "after some steps all ranks reduce as many elements as the parameters have, but these are the same before and after it: the "
+        "averages are not written back",
+        "copy the averages into the parameters (`with torch.no_grad(): p.copy_(averaged)`) after each all_reduce: `.to(dtype)`, `.clone()`, "
+        "`cat` and `flatten` may make copies, which alone are averaged; if the averages are for an evaluation only, ignore this",
+        cause="gradients_not_synced",
+    ),
     "outside_ddp": Words(
         "an optimizer steps {name} that no DDP module had when it was built, so nothing averages their gradients",
         "put these parameters into the module before DDP wraps it (wrap it again after a layer was added), or wrap the module that "

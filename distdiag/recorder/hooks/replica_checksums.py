@@ -19,13 +19,14 @@ from distdiag.recorder.fast.accounts import Ledger
 from distdiag.recorder.hooks.lost_hooks import lost
 from distdiag.recorder.hooks.tensor_samples import Samples, capturing, own_part, sampled
 from distdiag.recorder.hooks.wrapped_model import EnteredModules, watch_forward
-from distdiag.recorder.unseen import has_memory
+from distdiag.recorder.unseen import has_memory, unseen
 from distdiag.terms.ranks import fold_ranks
 
 if TYPE_CHECKING:
     from distdiag.recorder.hooks.wrapped_model import Model
 
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS, MODULES = 24, 32, 8
+CHANGED = 1 << 32  # key: this averaging has changed the parameters, as earlier ones have not
 LAYERS_MOST = 512  # parameters whose classes of layers are sampled, after these steps
 LAYER_STEPS = (32, 64, 128)
 # Of the elements of a parameter. A plain sum may stay equal while they change: cross entropy moves the rows of the last layer in sum by 0.
@@ -57,6 +58,9 @@ class ReplicaChecksums:
         self.others: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.reduced = 0  # elements reduced over all ranks since the last step
         self.averaged_elements = 0  # maximum of elements all-reduced between a step and the next backward
+        # checksum of the parameters after the newest step (the step: the sum), once they are averaged between steps; until that changes them
+        self._stepped: dict[int, float] | None = None
+        self._unwritten = 0  # averagings so far that have left the parameters as they were; -1: one has changed them
         self._began = False  # the parameters have been sampled before the first step
         self.shapes: set[tuple[int, ...]] = set()  # of the parameters that optimizers step
         self._sums: dict[int, float] = {}  # of each parameter before the first step, by id; for the layers
@@ -83,8 +87,37 @@ class ReplicaChecksums:
                 each = [p for p in compared.params if has_memory(type(p))][:LAYERS_MOST]
                 self._sum(each, False, lambda values: self._sums.update(zip(map(id, each), values, strict=True)))
 
+    def averaged(self, elements: int, step: int) -> None:
+        """Note that elements were reduced over all ranks before a backward pass; if as many as the parameters have, between two steps, see
+        whether that has changed them.
+        """
+        self.averaged_elements = max(self.averaged_elements, elements)
+        lead = self.ledger.lead() if self.ledger.lead is not None else None
+        if (
+            lead is None or self._unwritten < 0 or self.ledger.backward_ns
+        ):  # the last: of an earlier pass, whose gradients they may be
+            return
+        with unseen():
+            compared = self._parameters(lead)
+            if compared.params and not compared.ranks and compared.elements <= elements <= 1.05 * compared.elements:
+                self._stepped = self._stepped or {}
+                self._sum(_spread(compared.params), False, partial(self._as_stepped, compared.which, step))
+
+    def _as_stepped(self, which: int, step: int, values: list[float]) -> None:
+        """Record the checksum of parameters that an averaging after a step has left as they were, after the first few such and then fewer."""
+        total = _total(values)
+        stepped = (self._stepped or {}).get(step)
+        if stepped is not None and self._unwritten >= 0:
+            before = self._unwritten
+            self._unwritten = n = before + 1 if stepped == total else -1
+            if n & (n - 1) == 0 if n > 0 else before > 0:
+                self.samples.write(SampleKind.NOT_WRITTEN_BACK, step, total, which if n > 0 else CHANGED)
+
     def after_optimizer(self, optimizer: Any, step: int) -> None:
         """Record checksums of a few elements of a few parameters, after the same steps on all ranks."""
+        if self._stepped is not None and self._unwritten >= 0:
+            some = _spread(self._parameters(optimizer).params)
+            self._sum(some, False, lambda values: setattr(self, "_stepped", {step: _total(values)}))
         if step == 1 or self._calls is not None:
             self._watch_second_step(optimizer, step)
         if not checksum_due(step):

@@ -25,7 +25,7 @@ from distdiag.recorder.hooks.wrapped_model import Model, watch_forward
 from distdiag.recorder.hooks.wrapping import hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
 
-_PHASE, _SINCE = word("phase"), word("phase_since_ns")
+_PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")
 _MICRO_STEPS = word("micro_steps")
 _BLOCKED, _BLOCKED_AT, _BLOCKED_SITE = word("blocked"), word("blocked_at"), word("blocked_site")
 _BLOCKED_SINCE, _DDP = word("blocked_since_ns"), int(Blocked.DDP)
@@ -266,7 +266,7 @@ def _backward_begins(accounting: StepAccounting) -> Callable[[Any], int]:
         if not ledger.trained:
             loaders.trains()
         if ledger.reduced_elements:  # elements reduced since the last step: parameters, averaged by hand
-            replicas.averaged_elements = max(replicas.averaged_elements, ledger.reduced_elements)
+            replicas.averaged(ledger.reduced_elements, words[_STEP])
             ledger.reduced_elements = 0
         ledger.ready_ns = 0
         if accounting.device is not None:

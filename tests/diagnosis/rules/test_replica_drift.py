@@ -277,6 +277,43 @@ def test_learning_rates_that_differ_are_the_reason() -> None:
     assert f.culprits == () and "learning rates differ" in f.message
 
 
+def averaged_apart(
+    unwritten: tuple[int, ...] = (4, 8, 16), began: float = 0.0, apart: float = 0.1, key: int = 5, **call: Any
+) -> list[Finding]:
+    """Return the findings of ranks that average tensors after some steps, without effect."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        drift = (Sample("parameters", k, 1.0 + k + q * (began + apart * k), key=5) for k in (0, 2, 4, 8, 16))
+        return (
+            *drift,
+            *(Sample("not_written_back", k, 1.0 + k + q * apart, key=key) for k in unwritten),
+            Sample("averaged", 8, 1.0),
+        )
+
+    of = Call(
+        **{"op": "all_reduce", "group": "default_pg", "seq": 9, "bytes": 4096, "entered_s": 3.01, "completed_s": 3.02}
+        | call
+    )
+    ranks = [rank(q, models=(), samples=samples(q), calls=(of,), steps=made_steps()) for q in range(2)]
+    return of_kind(found_in(job(*ranks)), "replica_drift")
+
+
+def test_averages_that_are_not_written_back_are_reported() -> None:
+    f = only(averaged_apart())
+    assert (f.cause, f.severity, f.certainty) == ("gradients_not_synced", "warning", "suspected")
+    assert "the averages are not written back" in f.message and "p.copy_(averaged)" in str(f.advice)
+    assert only(averaged_apart(asynchronous=True)).message == f.message, "all are waited for at once"
+
+
+def test_averages_that_come_later_or_of_other_models_are_no_fault() -> None:
+    assert averaged_apart(unwritten=()) == averaged_apart(unwritten=(8,)) == [], "local SGD"
+    assert averaged_apart(apart=0.0) == averaged_apart(key=1 << 32) == []
+    assert averaged_apart(began=0.1) == [], "each rank has its own model"
+    assert averaged_apart(asynchronous=True, completed_s=3.25) == [], "applied a step later"
+    assert averaged_apart(asynchronous=True, completed_s=None) == []
+    assert averaged_apart(other_thread=True) == []
+
+
 def own_parts(
     rates: Callable[[int, int], float], key: int = 0, apart: float = 0.0, which: int = 0, sent: int = 4096, **more: Any
 ) -> list[Finding]:
