@@ -303,6 +303,8 @@ class SampleKind(IntEnum):
     NOT_A_MEMBER = 10
     UNFROZEN = 11  # parameters with gradients that were frozen when DDP was built; `name` is the first of them
     OUTSIDE_DDP = 14  # checksum of parameters that an optimizer steps and no DDP module was built with; `name`: their number and the first shape
+    # without DDP: the same of parameters that FSDP over all ranks does not shard, beside those that it does; also of before the first step
+    OUTSIDE_FSDP = 26
     THREAD_ENDED = 13  # a thread of the script ended by an exception; `name` is its text
     DROPPED_LOSS = 15  # NaN, the fourth after which the next update had finite gradients
     INFINITE_LOSS = 12  # several in a row, all with finite gradients

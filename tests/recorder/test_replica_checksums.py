@@ -174,6 +174,19 @@ def test_the_learning_rate_of_sharded_parameters_is_sampled_although_they_are_no
     assert all(key >> 32 & 1 for key in keys) and keys[0] != keys[1], "the groups differ"
 
 
+def test_parameters_that_fsdp_ignores_are_sampled_from_before_the_first_step_on() -> None:
+    flat, scale, head = (nn.Parameter(torch.ones(n)) for n in (8, 1, 3))
+    flat._fsdp_flattened = True  # type: ignore[attr-defined]
+    scale.grad = torch.ones(1)
+    out: Any = Written()
+    checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), out)  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([flat, scale, head], lr=0.1)
+    checksums.before_first_step(optimizer)
+    checksums.after_optimizer(optimizer, 2)
+    assert [step for kind, step in out.at if kind is SampleKind.OUTSIDE_FSDP] == [0, 2]
+    assert out.names[SampleKind.OUTSIDE_FSDP] == "1 parameter (one element)", "the head has no gradient"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rows_of_a_layer_that_move_against_each_other_change_its_checksum(dtype: torch.dtype) -> None:
     """As under cross entropy: the gradients of all classes sum to zero."""
@@ -423,7 +436,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from distdiag.recorder.hooks.replica_checksums import _replicated, _sharded
+from distdiag.recorder.hooks.replica_checksums import _beside_fsdp, _replicated, _sharded
 
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
 
@@ -443,6 +456,14 @@ print(of(whole))
 print(of(fully_shard(parallelize_module(model(), mesh["tp"], PLAN)[1], mesh=mesh["dp"])))
 print(of(nn.Linear(4, 4)))
 print([{_sharded(p) for p in m.parameters()} for m in (whole, nn.Linear(4, 4))])
+
+def beside(mesh, plan=None):
+    m = model()
+    m.scale = nn.Parameter(torch.ones(()))
+    whole = parallelize_module(m, mesh, plan) if plan else fully_shard(m, mesh=mesh, ignored_params={m.scale})
+    return [p is m.scale for p in _beside_fsdp(torch.optim.SGD(whole.parameters(), 0.1))]
+
+print(beside(init_device_mesh("cpu", (4,))), beside(mesh), beside(mesh["dp"]), beside(mesh["tp"], PLAN))
 """
 
 
@@ -450,7 +471,8 @@ def test_the_parameters_beside_sharded_ones_are_those_that_a_dimension_of_the_me
     """Tensor parallelism leaves the stem and a bias whole on each rank of its mesh; FSDP shards everything."""
     done = subprocess.run([sys.executable, "-c", MESH], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    whole, pairs, fsdp, both, none, sharded = done.stdout.splitlines()
+    whole, pairs, fsdp, both, none, sharded, beside = done.stdout.splitlines()
+    assert beside == "[True] [] [] []", "not where each pair shards for itself, or a module is split"
     assert sharded == "[{True}, {False}]"
     assert whole == "([(8,), (8,), (8, 4)], '0-3')"
     assert pairs == "([(8,), (8,), (8, 4)], '0-1')"

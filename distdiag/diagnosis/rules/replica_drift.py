@@ -45,6 +45,8 @@ class Limits:
         "init_process_group", "new_group", "barrier", "monitored_barrier", "broadcast", "gather", "scatter"
     )  # fmt: skip
     """Operations that do not average: jobs without any averaging use them, too."""
+    of_fsdp: tuple[str, ...] = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    """The same of what FSDP calls by itself; all_gather of objects is made of others."""
     metrics: float = 0.01
     """Up to this share of the parameters, reduced elements are metrics, not gradients."""
     metrics_bytes: int = 1024
@@ -84,7 +86,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     teams = {x.name for x in _samples(s, "parameters")} - {""}
     of_teams = [("parameters", team) for team in sorted(teams) or [""]]
     outside = _drift(s, "outside_ddp", sorted(s.ranks), split=False)
-    for kind_of, team in (*of_teams, ("outside_ddp", ""), ("untrained", ""), ("state", ""), ("buffers", "")):
+    for kind_of, team in (
+        *of_teams,
+        ("outside_ddp", ""),
+        ("outside_fsdp", ""),
+        ("untrained", ""),
+        ("state", ""),
+        ("buffers", ""),
+    ):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
         found = outside if kind_of == "outside_ddp" else _drift(s, kind_of, ranks, bool(team))
         if kind_of == "parameters" and isinstance(found, Finding) and isinstance(outside, Finding):
@@ -228,7 +237,11 @@ def _logged(s: Snapshot) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-_NAMED = {"outside_ddp": "parameters outside DDP", "untrained": "parameters of modules outside DDP"}
+_NAMED = {
+    "outside_ddp": "parameters outside DDP",
+    "outside_fsdp": "parameters beside FSDP's",
+    "untrained": "parameters of modules outside DDP",
+}
 
 
 def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding | Abstained:
@@ -273,7 +286,7 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     if cause == "gradients_not_synced" and _by_ddp(s) == "each_step" and not steps[0]:
         cause = "different_init"  # before the first step: weights were loaded after DDP had made the replicas equal
     local = cause in ("unequal", "gradients_not_synced") and _local_gradients(s, steps)
-    equal = max((k for k in common if k < steps[0]), default=None)
+    equal = 0 if cause == "outside_fsdp" else max((k for k in common if k < steps[0]), default=None)
     return _finding(s, cause, steps, sums[steps[-1]], equal, began_equal, mild, local)
 
 
@@ -330,6 +343,8 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
         return kind if over_all and synchronous(s) else None
     if kind == "outside_ddp":
         return None if _exchange_tensors(s) else kind
+    if kind == "outside_fsdp":
+        return kind if _left_to_ranks(s) else None
     if _not_written_back(s, drifting):
         return "not_written_back"
     if over_all and len(over_all) >= s.world_size:
@@ -394,6 +409,19 @@ def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
     return not _exchange_tensors(s) and all(x.iterations_started > 1 for x in loaders.values())
 
 
+def _left_to_ranks(s: Snapshot) -> bool:
+    """True if parameters beside FSDP's were equal before the first step and at no sampled step since, and no exchange may be theirs.
+
+    FSDP gathers and reduce-scatters; experts and stages of the ranks' own need other operations.
+    """
+    common = by_step({q: _values(r, "outside_fsdp") for q, r in s.ranks.items()})
+    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, *limits.of_fsdp))
+    exchanged = any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
+    own = exchanged or any(r.p2p_issued or r.models for r in s.ranks.values())
+    apart = [k for k, of in common.items() if len(set(of.values())) > 1]
+    return [0, *apart] == [*common] and synchronous(s) and not own
+
+
 def _exchange_tensors(s: Snapshot) -> bool:
     """True if the script itself exchanges tensors that are no metrics: gradients, activations, or what it does not tell."""
     calls = (c for r in s.ranks.values() for c in r.calls if c.op not in limits.no_exchange)
@@ -423,7 +451,7 @@ def _apart_in(s: Snapshot, kind: str, drifting: list[int]) -> dict[int, float]:
 
 
 _BY_HAND = ("different_init", "partly_averaged", "some_reduced", "unequal", "not_written_back")
-_WARNS = ("outside_ddp", "untrained", "state", "not_written_back")
+_WARNS = ("outside_ddp", "outside_fsdp", "untrained", "state", "not_written_back")
 # a plain tensor in a model of DTensors may be a rank's own, such as its experts
 _BY_DESIGN = (*_WARNS, "some_reduced", "partly_averaged", "split_module")
 

@@ -116,6 +116,14 @@ WAYS = {
         "holds them in DDP, too, or all_reduce their gradients by hand; if each rank is to have its own, ignore this",
         cost=UNFROZEN.cost,
     ),
+    "outside_fsdp": Words(
+        "an optimizer steps {name} that FSDP does not shard, beside those that it does (`ignored_params`, `ignored_modules`): FSDP does not "
+        "average their gradients",
+        "all_reduce their gradients (`dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)`) between backward and the optimizer step, or let FSDP shard "
+        "them, too (`fully_shard` takes a parameter of one element as `torch.full((1,), …)`, not one without a dimension); if each rank is to have "
+        "its own, ignore this",
+        cost=UNFROZEN.cost, cause="gradients_not_synced",
+    ),
     "untrained": Words(
         "parameters of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not "
         "in DDP",

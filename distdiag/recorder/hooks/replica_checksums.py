@@ -40,7 +40,7 @@ def checksum_due(step: int) -> bool:
 
 class _Compared(NamedTuple):
     """Parameters of one optimizer: those that must be equal, their elements, a hash of their names, the ranks ("": all), and those
-    that no DDP module had when it was built."""
+    that no DDP module had when it was built, or that FSDP does not shard."""
 
     params: list[Any]
     elements: int
@@ -80,7 +80,10 @@ class ReplicaChecksums:
 
     def before_first_step(self, optimizer: Any) -> None:
         """Record a checksum of the parameters as the job begins with them; an optimizer within this one's step is not sampled."""
-        if not self._began and (compared := self._parameters(optimizer)).params:
+        compared = self._parameters(optimizer)
+        if not self._began:
+            self._outside_fsdp(compared.outside, 0)
+        if not self._began and compared.params:
             self._began = True
             self._checksum(SampleKind.PARAMETERS, compared.params, 0, compared.which, name=compared.ranks)
             if not self.ledger.models:
@@ -138,6 +141,7 @@ class ReplicaChecksums:
             trained = sum(p.numel() for p in every if p.grad is not None) if self.reduced else 0
             self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0)
         self._rate(optimizer, params, step)
+        self._outside_fsdp(outside, step)
         if not params:
             return
         if self.averaged_elements:
@@ -199,6 +203,12 @@ class ReplicaChecksums:
         if found:
             names = ", ".join(dict.fromkeys(type(module).__name__ for module in found))
             self._checksum(SampleKind.UNTRAINED, [p for module in found for p in module.parameters()], step, name=names)
+
+    def _outside_fsdp(self, outside: list[Any], step: int) -> None:
+        """Record a checksum of the parameters beside FSDP's; one without a gradient is not trained."""
+        trained = [] if self.ledger.models else [p for p in outside if p.grad is not None]
+        if trained:
+            self._checksum(SampleKind.OUTSIDE_FSDP, trained, step, name=_shapes(trained))
 
     def _sample_layers(self, step: int) -> None:
         """Record a checksum of each class of layers; first also from before the first step."""
@@ -330,6 +340,8 @@ class ReplicaChecksums:
             else:
                 tensors, ranks = ([], "") if models else _replicated(optimizer)
                 compared = _Compared(tensors, sum(t.numel() for t in tensors), 0, ranks, [])
+            if not models:
+                compared = compared._replace(outside=_beside_fsdp(optimizer))
             kept = self._parameters_of[optimizer] = mark, compared
         return kept[1]
 
@@ -410,6 +422,19 @@ def _sharded(p: Any) -> bool:
     """True if each rank steps its own part of a parameter: FSDP's, or of a DTensor."""
     placements = getattr(p, "placements", ())
     return any(x.is_shard() for x in placements) if placements else getattr(p, "_fsdp_flattened", False)
+
+
+def _beside_fsdp(optimizer: Any) -> list[Any]:
+    """Return the parameters of an optimizer that FSDP over all ranks leaves to each of them, beside those that it shards."""
+    params = _params(optimizer)
+    sharded = [p for p in params if _sharded(p)]
+    plain = [p for p in params if type(p) in (torch.nn.Parameter, torch.Tensor) and not _sharded(p)]
+    if not sharded or not plain:
+        return []
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
+    meshes = {mesh for p in sharded if (mesh := getattr(p, "device_mesh", None)) is not None}
+    partly = any(mesh.ndim > 1 or mesh.size() < dist.get_world_size() for mesh in meshes)
+    return plain if not partly and (not meshes or getattr(fsdp, "cls_to_fsdp_cls", None)) else []
 
 
 def _mode_layers(m: Model) -> list[Any]:

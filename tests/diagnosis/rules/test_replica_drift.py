@@ -277,6 +277,53 @@ def test_learning_rates_that_differ_are_the_reason() -> None:
     assert f.culprits == () and "learning rates differ" in f.message
 
 
+def beside_fsdp(
+    values: Callable[[int, int], float],
+    op: str = "reduce_scatter_tensor",
+    n_bytes: int = 1 << 20,
+    share: float = 1.0,
+    **more: Any,
+) -> list[Finding]:
+    """Return the findings of ranks whose parameters beside FSDP's had these checksums, by rank and step."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        scale = (
+            Sample("outside_fsdp", k, values(q, k), key=7, name="1 parameter (one element)") for k in (0, 2, 4, 8, 32)
+        )
+        return (*scale, *(Sample("reduced", k, share) for k in (2, 4, 8, 32)))
+
+    calls = (Call(op="all_gather_into_tensor", group="default_pg", seq=8, bytes=1 << 20), Call(op="all_reduce", group="default_pg", seq=9, bytes=8),
+             Call(op=op, group="default_pg", seq=10, bytes=n_bytes))  # fmt: skip
+    ranks = [rank(q, models=(), samples=samples(q), calls=calls, **more) for q in range(2)]
+    return of_kind(found_in(job(*ranks)), "replica_drift")
+
+
+def test_parameters_that_fsdp_ignores_and_nothing_averages_are_reported() -> None:
+    """The temperature of a contrastive loss has no dimension to be sharded by."""
+    f = only(beside_fsdp(lambda q, k: 2.0 + 0.01 * k * (q + 1)))
+    assert (f.cause, f.severity, f.certainty, f.step) == ("gradients_not_synced", "warning", "suspected", 2)
+    assert "steps 1 parameter (one element) that FSDP does not shard" in f.message and "(equal at step 0)" in f.message
+    assert "ReduceOp.AVG" in str(f.advice)
+
+
+@pytest.mark.parametrize(
+    ("values", "more"),
+    [
+        (lambda q, k: 2.0 + 0.01 * k, {}),  # averaged by hand
+        (lambda q, k: 2.0 + 0.01 * (k + 1) * (q + 1), {}),  # each rank began with its own
+        (lambda q, k: 2.0 + 0.01 * k * (1 + q * (k > 2)), {}),  # averaged at first: something else is wrong
+        (lambda q, k: 2.0 + 0.01 * k * (q + 1), {"op": "all_to_all"}),  # experts
+        (lambda q, k: 2.0 + 0.01 * k * (q + 1), {"op": "all_reduce"}),  # by hand, and something else
+        (lambda q, k: 2.0 + 0.01 * k * (q + 1), {"share": 0.5}),  # FSDP within a node
+        (lambda q, k: 2.0 + 0.01 * k * (q + 1), {"p2p_issued": {("default_pg", 1, 0): 3}}),  # stages
+    ],
+)  # fmt: skip
+def test_parameters_beside_fsdps_that_are_averaged_or_each_ranks_own_are_no_fault(
+    values: Callable[[int, int], float], more: dict[str, Any]
+) -> None:
+    assert beside_fsdp(values, **more) == []
+
+
 def averaged_apart(
     unwritten: tuple[int, ...] = (4, 8, 16), began: float = 0.0, apart: float = 0.1, key: int = 5, **call: Any
 ) -> list[Finding]:
