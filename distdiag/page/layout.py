@@ -319,7 +319,8 @@ class SampleKind(IntEnum):
     NO_GRADIENTS = 17
     NOT_STEPPED = 19  # number of parameters of DDP's modules that have a gradient, are in no optimizer that steps, and have not changed
     GRADIENTS = 20  # sum of the magnitudes of sampled elements of the gradients with which the optimizer has stepped
-    # without DDP: checksum of the parameters of all modules of a class, `name`; also of before the first step
+    # without DDP: checksum of the parameters of all modules of a class, `name`; also of before the first step. Its key: how many; bit 32: all
+    # begin with one value in all their elements
     LAYERS = 22
     UNTRAINED = 21  # checksum of parameters of modules outside DDP that a step calls and no gradient trains; `name`: these modules
     # number of parameters whose autograd node is no longer that on which DDP has put its hook; the key: of how many; `name`: the first

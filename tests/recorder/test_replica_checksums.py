@@ -317,7 +317,13 @@ def test_without_ddp_the_parameters_are_sampled_by_the_class_of_the_module_that_
                 net[1].get_parameter("bias").add_(1.0)
     kinds = {k: of for k, of in written.at.items() if k[0] is SampleKind.LAYERS}
     assert sorted(step for _, step in kinds) == [0, 32]
-    assert written.layers == [("Linear", 0, 4), ("Linear", 32, 4), ("LayerNorm", 0, 2), ("LayerNorm", 32, 2)]
+    assert written.layers == [
+        ("Linear", 0, 4),
+        ("Linear", 32, 4),
+        ("LayerNorm", 0, 2 | 1 << 32),
+        ("LayerNorm", 32, 2 | 1 << 32),
+    ]
+    # all weights of the norm are 1, and all biases 0
     assert kinds[SampleKind.LAYERS, 0] != kinds[SampleKind.LAYERS, 32]
 
 

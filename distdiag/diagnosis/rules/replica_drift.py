@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,18 @@ from distdiag.diagnosis.comparison import Veto, by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
-from distdiag.diagnosis.text.drift import DRIFT, LAYERS, LEFT_IN_EVAL, LOGGED, MODES, OVERWRITTEN, RATES, UNFROZEN, WAYS
+from distdiag.diagnosis.text.drift import (
+    DRIFT,
+    LAYERS,
+    LEFT_IN_EVAL,
+    LOGGED,
+    MODES,
+    OVERWRITTEN,
+    RATES,
+    SPLIT_LAYERS,
+    UNFROZEN,
+    WAYS,
+)
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
@@ -133,15 +145,56 @@ def _layers(s: Snapshot) -> Iterator[Finding]:
         ):
             return
         trained = len({at[min(at)].value for at in of.values()}) > 1
-        sort = "own" if apart[0] else "drift" if all(apart[1:]) else "equal" if trained and not any(apart) else ""
+        same = all(
+            len({x.value for x in at.values()}) == 1 for at in of.values()
+        )  # to the last bit: a slow drift is none
+        sort = "own" if apart[0] else "drift" if all(apart[1:]) else "equal" if trained and same else ""
         if sort:
             found[sort].append(name)
-    if all(found.values()):
-        yield LAYERS(
-            victims=sorted(s.ranks), names=tuple(found["drift"]), step=min(x.step for x in _samples(s, "layers") if x.step),
-            where=wheres(s, sorted(s.ranks), None, {q: _site(r, True) for q, r in s.ranks.items()}),
-            drift=", ".join(found["drift"]), equal=", ".join(found["equal"]),
-        )  # fmt: skip
+    if not (found["drift"] and found["own"]):
+        return
+    common: dict[str, Any] = {
+        "victims": sorted(s.ranks), "names": tuple(found["drift"]), "step": min(x.step for x in _samples(s, "layers") if x.step),
+        "drift": ", ".join(found["drift"]),
+    }  # fmt: skip
+    if found["equal"]:
+        where = wheres(s, sorted(s.ranks), None, {q: _site(r, True) for q, r in s.ranks.items()})
+        yield LAYERS(**common, where=where, equal=", ".join(found["equal"]))
+    elif (sets := _peers(s, found["drift"])) and (across := _across(s, sets)):
+        shown = " and ".join(map(rank_list, sets[:3])) + (", …" if len(sets) > 3 else "")
+        yield SPLIT_LAYERS(**common, where=(), sets=shown, own=", ".join(found["own"]), group=rank_list(across))
+
+
+def _peers(s: Snapshot, drift: list[str]) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that stay equal to the last bit in all classes, as data parallel ranks of a split model do.
+
+    Nothing if a rank has no peer, its shards are FSDP's, or all classes of `drift` begin with one constant, which says nothing.
+    """
+    layers = {q: tuple((x.name, x.step, x.value) for x in _samples_of(r, "layers")) for q, r in s.ranks.items()}
+    sets = list(by_value(layers).values())
+    varied = any(x.name in drift and not x.key >> 32 for x in _samples(s, "layers"))
+    sharded = any(x.key & SHARDED for x in _samples(s, "learning_rate"))
+    return (
+        [tuple(x) for x in sets]
+        if len({len(x) for x in sets} - {1}) == 1 and all(len(x) > 1 for x in sets) and varied and not sharded
+        else []
+    )
+
+
+def _across(s: Snapshot, sets: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the first group with a rank of each set that reduces tensors in each step, if every rank is in one; no stages of a pipeline."""
+    crossing = {
+        name: g.ranks
+        for name, g in s.groups.items()
+        if len(g.ranks) < s.world_size and all({*g.ranks} & {*x} for x in sets)
+    }
+    found = {
+        q: c.group
+        for q, r in s.ranks.items() for c in r.calls
+        if c.group in crossing and c.op.startswith(("all_reduce", "reduce_scatter")) and (c.bytes or 0) > limits.metrics_bytes
+        and r.enqueued.get(c.group, 0) >= r.step and not r.p2p_issued
+    }  # fmt: skip
+    return tuple(crossing[found[min(found)]]) if len(sets) > 1 and len(found) == s.world_size else ()
 
 
 def _rates(s: Snapshot) -> Iterator[Finding]:

@@ -25,6 +25,13 @@ LAYERS = Template(kind, "gradients_not_synced",
     "each rank trains its own copy of these parameters",
     "all_reduce the gradients of {drift}, too: each rank computes them from its own part of the batch or of the sequence; if each rank is to "
     "have its own, ignore this", severity=Severity.WARNING)  # fmt: skip
+SPLIT_LAYERS = Template(kind, "gradients_not_synced",
+    "{drift} were equal on all ranks before the first step and differ between {sets} since step {step} or earlier, while each of these sets stays "
+    "equal: data parallel ranks, it seems, of a model that {group} split between them ({own})",
+    "what each rank of the split model has whole is no longer the same: its parts compute with different values",
+    "clip by the norm of the whole model: all_reduce the squared norm of the split parameters over the group that splits them, as "
+    "`clip_grad_norm_` over a rank's own parts scales each rank differently; and all_reduce the gradients of {drift} over that group, if each "
+    "rank computes a part of them; if these sets train models of their own, ignore this", severity=Severity.WARNING)  # fmt: skip
 RATES = Template(kind, "learning_rates",
     "learning rates differ between the ranks since step {step} or earlier ({each} at step {newest}{kept}), and each rank steps a part of the "
     "model: {how}",

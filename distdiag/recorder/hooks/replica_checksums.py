@@ -64,6 +64,7 @@ class ReplicaChecksums:
         self._began = False  # the parameters have been sampled before the first step
         self.shapes: set[tuple[int, ...]] = set()  # of the parameters that optimizers step
         self._sums: dict[int, float] = {}  # of each parameter before the first step, by id; for the layers
+        self._constant: set[int] = set()  # those of which all sampled elements are equal then, as zeros are; on the CPU
         # parameters by the class of the module that owns them, until they are sampled
         self._layers: dict[str, list[Any]] = {}
         self._left: list[float] = []  # newest checksums of parameters that no optimizer has
@@ -88,6 +89,9 @@ class ReplicaChecksums:
             self._checksum(SampleKind.PARAMETERS, compared.params, 0, compared.which, name=compared.ranks)
             if not self.ledger.models:
                 each = [p for p in compared.params if has_memory(type(p))][:LAYERS_MOST]
+                self._constant = {
+                    id(p) for p in each if (some := sampled(p, CHECKSUM_ELEMENTS)) is not None and len({*some}) == 1
+                }
                 self._sum(each, False, lambda values: self._sums.update(zip(map(id, each), values, strict=True)))
 
     def averaged(self, elements: int, step: int) -> None:
@@ -213,11 +217,17 @@ class ReplicaChecksums:
     def _sample_layers(self, step: int) -> None:
         """Record a checksum of each class of layers; first also from before the first step."""
         for name, owned in self._layers.items():
+            key = len(owned) | all(map(self._began_constant, owned)) << 32
             if step == LAYER_STEPS[0]:
-                self._write_layers(name, 0, [self._sums[id(p)] for p in owned])
-            self._sum(owned, False, partial(self._write_layers, name, step))
+                self._write_layers(name, 0, key, [self._sums[id(p)] for p in owned])
+            self._sum(owned, False, partial(self._write_layers, name, step, key))
         if step == LAYER_STEPS[-1]:
             self._layers.clear()
+
+    def _began_constant(self, p: Any) -> bool:
+        """True for a parameter that began with one value in all its elements; on a device only if that is known of zeros and ones."""
+        ones = sum(WEIGHTS[: p.numel()])
+        return id(p) in self._constant or self._sums[id(p)] in (0.0, ones)
 
     def _not_stepped(self, lead: Any, step: int) -> None:
         """Record how many of DDP's parameters have a gradient and are in no optimizer that has stepped.
@@ -254,8 +264,8 @@ class ReplicaChecksums:
         if values == before:
             self.samples.write(SampleKind.NOT_STEPPED, step, n, key, name)
 
-    def _write_layers(self, name: str, step: int, values: list[float]) -> None:
-        self.samples.write(SampleKind.LAYERS, step, sum(values), len(values), name)
+    def _write_layers(self, name: str, step: int, key: int, values: list[float]) -> None:
+        self.samples.write(SampleKind.LAYERS, step, sum(values), key, name)
 
     def _by_class(self, calls: EnteredModules) -> dict[str, list[Any]]:
         """Return the parameters that were sampled before the first step, by the class of the module that owns them."""

@@ -11,6 +11,7 @@ import pytest
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
+    Group,
     Model,
     RankState,
     Sample,
@@ -275,6 +276,63 @@ def test_learning_rates_that_differ_are_the_reason() -> None:
     # gradients are accumulated over two backwards: only one of them is synchronised
     f = with_rates(lambda q, k: 1.0 + 0.1 * q * k, lambda q, k: 0.1 * (q + 1), forwards=32, synced_backwards=16)
     assert f.culprits == () and "learning rates differ" in f.message
+
+
+def split_pairs(
+    embedding: Callable[[int, int], float], key: int = 4, op: str = "all_reduce", rates: int = 0, **more: Any
+) -> list[Finding]:
+    """Return the findings of four ranks, two data parallel pairs of two tensor parallel ranks, by rank and step of a whole class."""
+    tp = {"tp 0": (0, 1), "tp 1": (2, 3), "dp 0": (0, 2), "dp 1": (1, 3)}
+    groups = {name: Group(name=name, ranks=of, backend="gloo") for name, of in tp.items()}
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        values = {"Split": lambda q, k: 1.0 + k + q % 2, "Embedding": embedding}
+        layers = (Sample("layers", k, of(q, k), key=key, name=name) for k in (0, 32, 64) for name, of in values.items())
+        drift = (Sample("parameters", k, 1.0 + k * (1 + q % 2), key=5) for k in (32, 64))
+        return (*layers, *drift, Sample("learning_rate", 64, 0.1, key=rates))
+
+    def of_rank(q: int) -> RankState:
+        mine = more.get("group", f"tp {q // 2}"), f"dp {q % 2}"
+        calls = tuple(Call(op=op, group=g, seq=9, bytes=4096) for g in mine)
+        return rank(q, models=(), samples=samples(q), calls=calls, enqueued=dict.fromkeys(mine, more.get("calls", 500)),
+                    p2p_issued=more.get("p2p", {}))  # fmt: skip
+
+    return of_kind(found_in(job(*map(of_rank, range(4)), groups=groups)), "replica_drift")
+
+
+def apart_by_pair(q: int, k: int) -> float:
+    return 1.0 + k * (1 + 0.1 * (q % 2))
+
+
+def test_what_ranks_of_a_split_model_have_whole_and_drifts_between_them_is_reported() -> None:
+    """Gradients are clipped by the norm of each rank's own parts; data parallel peers stay equal."""
+    f = only(split_pairs(apart_by_pair))
+    assert (f.cause, f.severity, f.certainty, f.where) == ("gradients_not_synced", "warning", "suspected", ())
+    assert (
+        "Embedding were equal on all ranks before the first step and differ between ranks 0, 2 and ranks 1, 3"
+        in f.message
+    )
+    assert "a model that ranks 0, 1 split between them (Split)" in f.message and "squared norm" in str(f.advice)
+
+
+@pytest.mark.parametrize(
+    ("embedding", "more"),
+    [
+        (lambda q, k: 1.0 + k, {}),  # all is well
+        (lambda q, k: 1.0 + k * (1 + 0.1 * q), {}),  # no peers
+        (lambda q, k: 1.0 + q % 2 + k, {}),  # each pair its own from the start
+        (apart_by_pair, {"key": 4 | 1 << 32}),  # began as one constant: it may be split
+        (apart_by_pair, {"rates": 1 << 32}),  # FSDP's shards
+        (apart_by_pair, {"group": "dp 0"}),  # an ensemble: nothing is exchanged
+        (apart_by_pair, {"calls": 9}),  # only now and then
+        (apart_by_pair, {"op": "all_gather"}),  # outputs of members that learn from each other
+        (apart_by_pair, {"p2p": {("tp 0", 1, 0): 3}}),  # stages of a pipeline
+    ],
+)  # fmt: skip
+def test_sets_of_ranks_with_models_of_their_own_are_no_split_model(
+    embedding: Callable[[int, int], float], more: dict[str, Any]
+) -> None:
+    assert split_pairs(embedding, **more) == []
 
 
 def beside_fsdp(
