@@ -97,7 +97,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     teams = {x.name for x in _samples(s, "parameters")} - {""}
     of_teams = [("parameters", team) for team in sorted(teams) or [""]]
-    outside = _drift(s, "outside_ddp", sorted(s.ranks), split=False)
+    outside, reported = _drift(s, "outside_ddp", sorted(s.ranks), split=False), False
     for kind_of, team in (
         *of_teams,
         ("outside_ddp", ""),
@@ -110,10 +110,17 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         found = outside if kind_of == "outside_ddp" else _drift(s, kind_of, ranks, bool(team))
         if kind_of == "parameters" and isinstance(found, Finding) and isinstance(outside, Finding):
             found = _first(outside, found)
-        if kind_of == "parameters" or isinstance(found, Finding) or any(_samples(s, kind_of)):
-            yield found
         if isinstance(found, Finding):
-            return
+            if kind_of != "parameters":
+                yield Abstained("", checked=True, cause=kind_of)
+            if reported:  # the first is the cause, or is enough
+                continue
+            reported = True
+        elif kind_of != "parameters" and not any(_samples(s, kind_of)):
+            continue
+        yield found
+    if reported:
+        return
     yield from _layers(s)
     yield from _rates(s)
     yield from _modes(s)

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
     Call,
     Group,
@@ -651,6 +652,19 @@ def test_parameters_that_have_lost_ddps_hooks_are_the_reason(lost: dict[int, int
         (f.cause == "gradients_not_synced" and words in f.message and not f.culprits) if words else f.cause == "update"
     )
     assert ("are averaged" in f.message) is not bool(words)
+
+
+def test_what_is_judged_beside_a_finding_counts_as_checked() -> None:
+    """At an earlier poll one step had been sampled, too few."""
+    samples = [
+        tuple(
+            Sample(kind, k, 1.0 + q * (kind == "state") + k, key=5) for kind in ("state", "buffers") for k in (2, 4, 8)
+        )
+        for q in range(2)
+    ]
+    of = replica_drift.evaluate(Facts(job(*(rank(q, models=(APART,), samples=x) for q, x in enumerate(samples)))))
+    checked = {x.cause: x.checked for x in of if isinstance(x, Abstained)}
+    assert checked["state"] and checked["buffers"]
 
 
 def test_buffers_may_differ_by_their_batches_or_until_the_next_broadcast() -> None:
