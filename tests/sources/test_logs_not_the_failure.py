@@ -92,8 +92,15 @@ def test_a_server_that_was_asked_to_exit_was_not_lost(tmp_path: Path) -> None:
 SAMPLE = "inputs:\n<|im_start|>user\nIt dies with\n\nTraceback (most recent call last):\n  File \"fit.py\", line 4, in <module>\n    run()\nRuntimeError: CUDA error: an illegal memory access was encountered\nwhy?<|im_end|>\n<|im_start|>assistant\nA bug.<|im_end|>\n"  # fmt: skip
 
 
-def test_a_sample_of_the_data_is_no_log(tmp_path: Path) -> None:
-    begun = SAMPLE + "***** Running training *****\n"
+LLAMA = (("<|im_start|>", "<|start_header_id|>"), ("user\n", "user<|end_header_id|>\n"), ("<|im_end|>\n", "<|eot_id|>"))
+
+
+@pytest.mark.parametrize("tokens", [(), LLAMA])
+def test_a_sample_of_the_data_is_no_log(tmp_path: Path, tokens: tuple[tuple[str, str], ...]) -> None:
+    sample = SAMPLE
+    for token, other in tokens:
+        sample = sample.replace(token, other)
+    begun = sample + "\n***** Running training *****\n"
     assert not diagnose(tmp_path, begun).findings
     f = only(diagnose(tmp_path, begun + raised(5, "RuntimeError: CUDA error: misaligned address")))
     assert f.culprits == (5,) and "misaligned" in f.message

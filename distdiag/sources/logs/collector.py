@@ -43,7 +43,9 @@ _OF_LAUNCHER = bounded(r"torch/distributed/(?:run|launcher/\w+|elastic/(?:agent|
 # a process of vLLM or SGLang
 _ENGINE = bounded(r"(?:Engine_?[Cc]ore|Worker[_ ](?:DP|PP|TP|EP)\d|VllmWorker|(?:DP|PP|TP|EP)\d)")
 _STATE_LINES = 5
-_TURN = bounded(r"<\|im_start\|>(?!assistant)")
+_TURN = bounded(
+    r"<\|(?:im_start|start_header_id)\|>(?P<who>\w{1,20})|<\|(?:im_end|eot_id|end_of_text)\|>"
+)  # a begin, or an end
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
@@ -195,9 +197,12 @@ class Collector:
 
     def _in_sample(self, text: str, number: int) -> bool:
         """True for the lines of a turn of a conversation in the data, which may quote a log; a model's own turn may lack its end."""
-        begins = "<|im_" in text and _TURN.match(PREFIX.sub("", text, count=1)) is not None
-        inside = begins or number <= self._sample
-        self._sample = 0 if "<|im_end|>" in text else number + lines.NEAR_LINES if begins else self._sample
+        inside = number <= self._sample
+        if "<|" in text and (inside or PREFIX.sub("", text, count=1).startswith("<|")):
+            turns = [m["who"] for m in _TURN.finditer(text)]
+            if turns:
+                self._sample = 0 if turns[-1] in (None, "assistant") else number + lines.NEAR_LINES
+            return True
         return inside
 
     def _exception_of_npu(self, text: str, number: int, who: Writer) -> None:

@@ -22,7 +22,7 @@ _BEGINS = ("Traceback (most recent call last)", "ray::", "│ /", 'File "', 'Fil
 _MORE = (
     "Root Cause", "error stack:", "exitcode", "local_rank:", "Missing ranks:", "Name:  ", "describe pod", "State:  ", "Process name: [[", "Exit code:", " RUNNING AT ", "EXIT CODE:", "KILLED BY SIGNAL:",
     "terminated with the following error", " global rank ", "==> ", "RankID:", "/task:",
-    "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)", "<|im_",
+    "actor_id: ", "namespace: ", "rank      :", "host      :", "time      :", "traceback :", "Last error:", "Exception ignored in", "[distdiag] ", "(most recent call first)", "<|im_", "<|start_header_id|>", "<|eot_id|>",
 )  # fmt: skip
 # They matter near a traceback only; far from one, such a line is shown if nothing else is found.
 _WEAK = ("Error", "Exception", " from /", "above exception", "Interrupt", "Expired", "Exit", "frame #")
