@@ -71,11 +71,9 @@ class Diagnosis:
 
     Args:
         source: Text of a source file by path, or None if it cannot be read.
-        without: Names of witnesses (`culprit.witnesses`) that are not asked, to measure what each is worth.
     """
 
     source: Callable[[str], str | None]
-    without: frozenset[str] = frozenset()
     records: dict[str, Record] = field(default_factory=dict)
     state: State = State.WAITING
     state_text: str = ""
@@ -83,13 +81,10 @@ class Diagnosis:
     failures: dict[str, int] = field(default_factory=dict)  # exceptions in our own rules: text -> count
     checks: Checks = field(default_factory=Checks)  # what could be judged, and why not
     rules: tuple[Rule, ...] = RULES
-    _history: History = field(init=False)
+    _history: History = field(default_factory=History)
     _slow_at: float = -1.0
     _lived: tuple[Snapshot, WaitGraph] | None = None  # the last poll in which all ranks lived
     _seconds: int = 1  # from the last evaluation of slow kinds to this one: polls may be further apart than a second
-
-    def __post_init__(self) -> None:
-        self._history = History(without=self.without)
 
     def update(self, s: Snapshot, final: bool = False) -> list[Finding]:
         """Take a snapshot; return the findings that are new, changed or cleared."""

@@ -25,7 +25,6 @@ class Facts:
 
     snapshot: Snapshot
     source: Source = no_source
-    without: frozenset[str] = frozenset()  # witnesses to leave out
     late: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (late ranks, ranks waiting) just before the first end
     ends_settled: bool = True  # the first abnormal end was long enough ago that its cause is known, too
     waits_settled: bool = True  # no rank made progress since the last poll: what the waits prove may be reported
@@ -76,7 +75,7 @@ class Facts:
         incident = self.cascade.incident
         if incident is None or any(v.kind is kinds.MISMATCH for v in waiting):
             return waiting
-        case = Case(self.snapshot, self.graph, incident, self.exhausted, self.source, self.without)
+        case = Case(self.snapshot, self.graph, incident, self.exhausted, self.source)
         return (*waiting, *verdict.judge_incident(case))
 
     def _waiting_verdicts(self) -> tuple[Verdict, ...]:
@@ -85,7 +84,7 @@ class Facts:
         conflict_died = any(wait.conflict and wait.died for wait in self.graph.waits)
         if not (self.waits_settled or conflict_died):
             return ()
-        out = verdict.judge(self.snapshot, self.graph, self.exhausted, self.source, self.without)
+        out = verdict.judge(self.snapshot, self.graph, self.exhausted, self.source)
         if not self.waits_settled or self.cascade.end not in (End.NONE, End.OUT_OF_BATCHES):
             return tuple(v for v in out if v.kind is kinds.MISMATCH)
         if self.ends:  # a rank ended abnormally, and the cause is not settled yet

@@ -49,7 +49,6 @@ class History:
     """
 
     recovered: dict[int, float] = field(default_factory=dict)
-    without: frozenset[str] = frozenset()  # witnesses that are not asked
     _progress_mark: tuple = ()
     _progress_s: float = 0.0  # since when no rank has made progress
     _mark: tuple = ()
@@ -66,7 +65,7 @@ class History:
         self, s: Snapshot, source: Callable[[str], str | None], reported: Sequence[Finding], final: bool
     ) -> Facts:
         """Return the facts of this poll. `reported`: open findings."""
-        facts = Facts(s, source, self.without, reported=tuple(reported), pauses=self._pauses)
+        facts = Facts(s, source, reported=tuple(reported), pauses=self._pauses)
         if s.partial and not final:
             facts.ends_settled = facts.waits_settled = False
             return facts

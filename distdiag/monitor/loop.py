@@ -12,6 +12,7 @@ import msgspec
 import distdiag
 from distdiag import launcher, procfs, source_files
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit import witnesses
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
@@ -78,11 +79,12 @@ class Monitor:
         self.announcer = Announcer(run_dir, quiet)
         self.start_ns = time.monotonic_ns()
         self.started_unix_s = time.time()
-        without = os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "")  # set by `distdiag bench faults --without`
         size = MAX_TAPE if tape else wanted_bytes()
         self.tape = TapeWriter(run_dir, size, earlier, distdiag.__version__) if size else None
         source = self.tape.source(source_files.text) if self.tape else source_files.text
-        self.diagnosis = Diagnosis(source=source, without=frozenset(without.split(",")) - {""})
+        self.diagnosis = Diagnosis(source=source)
+        # set by `distdiag bench faults --without`
+        witnesses.leave_out(os.environ.get("DISTDIAG_WITHOUT_WITNESSES", "").split(","))
         for f in earlier:  # open findings of a killed monitor: judged again, and cleared if they no longer hold
             self.diagnosis.records[f.key] = Record(f, reported=True)
             self.announcer.mark_printed(f.key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import lzma
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +128,9 @@ def answers(findings: Iterable[Finding]) -> tuple[Answer, ...]:
     )  # fmt: skip
 
 
-def judge(tape: Tape, without: Sequence[str] = (), every_poll: bool = False) -> Verdict:
+def judge(tape: Tape, every_poll: bool = False) -> Verdict:
     """Give the snapshots of a tape to a new diagnosis."""
-    diagnosis = Diagnosis(source=tape.sources.get, without=frozenset(without))
+    diagnosis = Diagnosis(source=tape.sources.get)
     for finding in tape.head.earlier:
         diagnosis.records[finding.key] = Record(finding, reported=True)
     polls = []

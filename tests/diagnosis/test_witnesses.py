@@ -7,6 +7,7 @@ from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
 from distdiag.diagnosis.waits.incidents import Root
 from tests.diagnosis.made import job, only, rank
+from tests.faults.replay import left_out
 
 
 def stuck(t_s: float, sizes: tuple[int, ...]) -> Snapshot:
@@ -21,9 +22,10 @@ def stuck(t_s: float, sizes: tuple[int, ...]) -> Snapshot:
 
 
 def culprits(sizes: tuple[int, ...], *without: str) -> tuple[int, ...]:
-    d = Diagnosis(source=lambda _: None, without=frozenset(without))
-    for t_s in (6.0, 6.25):
-        d.update(stuck(t_s, sizes))
+    d = Diagnosis(source=lambda _: None)
+    with left_out(without):
+        for t_s in (6.0, 6.25):
+            d.update(stuck(t_s, sizes))
     return only(d.findings).culprits
 
 

@@ -24,7 +24,7 @@ from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.witnesses import ORDER, Reason
 from distdiag.diagnosis.rules import RULES
 from distdiag.tapes.tape import Verdict, judge, read_tape
-from tests.faults.replay import spread
+from tests.faults.replay import left_out, spread
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -86,16 +86,17 @@ def variants() -> list[Variant]:
 
 
 @contextmanager
-def applied(variant: Variant) -> Iterator[tuple[str, ...]]:
-    """Change the limit of a variant; the value is the witnesses to leave out."""
+def applied(variant: Variant) -> Iterator[None]:
+    """Leave out the witness of a variant, or change its limit."""
     if variant.factor is None:
-        yield (variant.name,)
+        with left_out((variant.name,)):
+            yield
         return
     limits = _limits()[variant.where]
     before = getattr(limits, variant.name)
     object.__setattr__(limits, variant.name, scaled(before, variant.factor))
     try:
-        yield ()
+        yield
     finally:
         object.__setattr__(limits, variant.name, before)
 
@@ -171,8 +172,8 @@ def ablated(path: Path) -> Effects:
     tried = [v for v in variants() if (v.where, v.name) in used]
     out = []
     for variant in tried:
-        with applied(variant) as without:
-            changes = _changes(before, judge(tape, without))
+        with applied(variant):
+            changes = _changes(before, judge(tape))
         if changes:
             out.append(Effect(name, variant, changes))
     return Effects(tuple(tried), tuple(out))

@@ -356,7 +356,8 @@ def _replay(
         for text in ablation.report(paths, parallel):
             print(text)
         return int(ExitCode.OK)
-    results = replay.replay_all(paths, manifest, parallel, without)
+    with replay.left_out(without):
+        results = replay.replay_all(paths, manifest, parallel)
     out = sys.stderr if as_json else sys.stdout
     for result in results:
         for text in [result] if isinstance(result, str) else result.lines():

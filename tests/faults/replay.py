@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from distdiag.diagnosis.culprit.witnesses import ORDER, leave_out
 from distdiag.errors import DistdiagError
 from distdiag.tapes.tape import Answer, Verdict, judge, read_tape
 from tests.faults import messages
@@ -88,7 +90,18 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[Answer, ...]
 
 
-def replay(path: Path, manifest: Path = FOLDER / "manifest.json", without: Sequence[str] = ()) -> Replayed:
+@contextmanager
+def left_out(names: Collection[str]) -> Iterator[None]:
+    """Ask all witnesses but these; so do processes that are forked meanwhile."""
+    before = dict(ORDER)
+    leave_out(names)
+    try:
+        yield
+    finally:
+        ORDER.update(before)
+
+
+def replay(path: Path, manifest: Path = FOLDER / "manifest.json") -> Replayed:
     """Judge one tape of the collection.
 
     Raises:
@@ -100,7 +113,7 @@ def replay(path: Path, manifest: Path = FOLDER / "manifest.json", without: Seque
         raise DistdiagError(f"no job of the collection is named '{path.stem}'", f"remove {path}")
     job = jobs[path.stem].on_backend(path.parent.name)
     tape = read_tape(path)
-    verdict = judge(tape, without)
+    verdict = judge(tape)
     changed = tape.head.job_hash != job_hash(job, manifest.parent)
     return Replayed(
         name=name,
@@ -113,19 +126,17 @@ def replay(path: Path, manifest: Path = FOLDER / "manifest.json", without: Seque
     )
 
 
-def _replayed(given: tuple[Path, Path, Sequence[str]]) -> Replayed | str:
-    path, manifest, without = given
+def _replayed(given: tuple[Path, Path]) -> Replayed | str:
+    path, manifest = given
     try:
-        return replay(path, manifest, without)
+        return replay(path, manifest)
     except DistdiagError as e:
         return f"stale  {path.parent.name}/{path.stem}: {e}"
 
 
-def replay_all(
-    paths: Sequence[Path], manifest: Path, parallel: int = 2, without: Sequence[str] = ()
-) -> list[Replayed | str]:
+def replay_all(paths: Sequence[Path], manifest: Path, parallel: int = 2) -> list[Replayed | str]:
     """Judge tapes, several at a time; a text instead of the result of a tape that cannot be read."""
-    return list(spread(_replayed, [(path, manifest, without) for path in paths], parallel))
+    return list(spread(_replayed, [(path, manifest) for path in paths], parallel))
 
 
 def spread(work: Callable[[Any], _T], given: Sequence[Any], parallel: int) -> Iterator[_T]:

@@ -67,7 +67,8 @@ def test_the_reason_shown_is_the_reason_that_decided(path: Path, monkeypatch: py
         worded = next((t for t in verdict.evidence if t.text or t.head or t.conditions), None)
         if worded is not None:
             assert worded.text in finding.message and worded.head in finding.message
-            without = replay.judge(tape, without=[worded.name]).findings
+            with replay.left_out([worded.name]):
+                without = replay.judge(tape).findings
             assert messages.text(without) != messages.text(found)
 
 
@@ -156,3 +157,12 @@ def test_leaving_out_the_witness_that_decides_changes_the_verdict(
     assert main([*args, "--manifest", str(FOLDER / "manifest.json")]) == 0
     output = capsys.readouterr().out
     assert "| without majority | 1 | 1 | gloo/unet_cells: kind, cause |" in output
+
+
+def test_without_leaves_a_witness_out_for_this_replay_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "gloo").mkdir()
+    shutil.copy(WITH_RANKS, tmp_path / "gloo")
+    args = ["bench", "faults", "--replay", str(tmp_path), "--manifest", str(FOLDER / "manifest.json")]
+    assert main([*args, "--without", "majority"]) == 1
+    assert "BAD    gloo/unet_cells" in capsys.readouterr().out
+    assert main(args) == 0

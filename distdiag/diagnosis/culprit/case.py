@@ -75,7 +75,6 @@ class Case:
     incident: Incident
     exhausted: Collection[int] = ()  # ranks that ran out of batches while others have some left
     source: Source = no_source
-    without: Collection[str] = ()  # names of witnesses that are not asked, to measure what each is worth
 
     @property
     def states(self) -> dict[int, RankState]:

@@ -85,15 +85,13 @@ def judge(
     graph: WaitGraph,
     exhausted: Collection[int] = (),
     source: Source = no_source,
-    without: Collection[str] = (),
 ) -> list[Verdict]:
     """Return one or more verdicts for every incident of a wait-for graph.
 
     Args:
         exhausted: Ranks that ran out of batches while others have some left.
-        without: Witnesses that are not asked.
     """
-    found = (judge_incident(Case(snapshot, graph, i, exhausted, source, without)) for i in find(graph))
+    found = (judge_incident(Case(snapshot, graph, i, exhausted, source)) for i in find(graph))
     return [verdict for verdicts in found for verdict in verdicts]
 
 

@@ -7,7 +7,7 @@ rank is blamed, and all members are listed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
@@ -148,12 +148,18 @@ OTHER_PLACE = (
 )  # fmt: skip
 
 
+def leave_out(names: Collection[str]) -> None:
+    """Ask these witnesses no more in this process, to measure what each is worth."""
+    for root, asked in ORDER.items():
+        ORDER[root] = tuple(witness for witness in asked if witness.name not in names)
+
+
 def decide(case: Case) -> tuple[Testimony, tuple[Testimony, ...]]:
     """Return (the testimony that names the culprits, what other evidence explains about the same ranks, in order).
 
     The testimony has no ranks and is named NONE if no witness names any.
     """
-    asked = [witness for witness in ORDER[case.incident.root] if witness.name not in case.without]
+    asked = ORDER[case.incident.root]
     decided = Testimony()
     for witness in asked:
         found = witness.accuse(case) if witness.accuse is not None and witness.applies(case) else None
