@@ -1,19 +1,28 @@
-"""Why a rank is slow: garbage collections, a tool that is on, another of its threads, more data, or something that grows."""
+"""Why ranks are slow: garbage collections, a tool that is on, another of its threads, more data, or something that grows.
+
+What slows one rank is added to its finding. What slows all of them has a finding of its own: none waits for another.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import WARM_STEPS, Snapshot
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Finding, Severity
+from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site, Snapshot
+from distdiag.diagnosis.model.syntax import Source, line_at
 from distdiag.diagnosis.pauses import Pauses
-from distdiag.diagnosis.step_times import mean_step_s
+from distdiag.diagnosis.slow_case import limits as slow
+from distdiag.diagnosis.step_times import LIMITS as STEPS
+from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import at, count
+from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.training_data import training_loaders
 from distdiag.terms.units import percent, size_text
 
@@ -27,8 +36,9 @@ class Limits:
     """How many times as much data it must get."""
     gained_bytes: int = 64 << 20
     """Bytes by which its memory must have grown to be mentioned."""
-    slower: float = 1.4
-    """Its newest steps must take this many times as long as its steps on average. Steps that grow steadily come to twice the average."""
+    slower: float = 1.25
+    """The newest steps must take this many times as long as the steps on average. Steps that have grown steadily to twice their first
+    time come to 1.33."""
     newest: int = 32
     """Newest steps whose median is compared."""
     collecting: float = 0.5
@@ -36,7 +46,21 @@ class Limits:
 
 
 limits = Limits()
+SCHEDULED = "torch.profiler"  # a tool that is on for some steps only, by intent
 Why = tuple[str, str]  # (what is added to the message, advice)
+
+
+class Slow(NamedTuple):
+    """One slow rank: its finding, and the share of the time that the others lose to it."""
+
+    found: Finding
+    snapshot: Snapshot
+    pauses: Pauses
+    cost: float
+
+    @property
+    def rank(self) -> int:
+        return self.found.culprits[0]
 
 
 def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Finding:
@@ -47,25 +71,29 @@ def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Findi
     """
     if len(found.culprits) != 1:
         return found
-    rank = found.culprits[0]
-    if (why := _of_collections(rank, s, pauses, cost)) is not None:
-        found = msgspec.structs.replace(found, cause="gc")
-    elif (why := _of_tools(rank, s)) is None and (why := of_thread(rank, s)) is not None:
-        found = msgspec.structs.replace(found, cause="host")  # in whichever phase it takes the time
-    why = why or _of_data(found, s) or _of_growth(found, s)
-    return msgspec.structs.replace(found, message=found.message + why[0], advice=why[1]) if why is not None else found
+    known = ((cause, of_one(Slow(found, s, pauses, cost))) for cause, of_one, _ in EXPLANATIONS)
+    for cause, why in known:
+        if why is not None:
+            return msgspec.structs.replace(
+                found, cause=cause or found.cause, message=found.message + why[0], advice=why[1]
+            )
+    return found
 
 
-def _of_tools(rank: int, s: Snapshot) -> Why | None:
-    """Return the tools that are on in that rank only."""
-    theirs = {tool for q, r in s.ranks.items() if q != rank for tool in r.tools}
-    if not (on := [tool for tool in s.ranks[rank].tools if tool not in theirs]):
-        return None
-    return f"; {' and '.join(on)} {'is' if len(on) == 1 else 'are'} on there, and on no other rank", text.TOOLS
+def of_all_ranks(facts: Facts, known: Collection[str | None]) -> Iterator[Finding]:
+    """Yield what makes all ranks slow; `known`: causes of findings that there are already."""
+    if len(facts.snapshot.ranks) >= max(1, facts.snapshot.world_size):
+        for cause, _, of_all in EXPLANATIONS:
+            if of_all is not None and cause not in known:
+                yield from of_all(facts)
 
 
-def _of_collections(rank: int, s: Snapshot, pauses: Pauses, cost: float) -> Why | None:
+# -- garbage collections -----------------------------------------------------------------------------------------------
+
+
+def _collections(one: Slow) -> Why | None:
     """Return the garbage collections, if they are most of what the rank costs."""
+    (_, s, pauses, cost), rank = one, one.rank
     share, n = pauses.collecting(s, rank)
     usual = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q != rank)
     if not n or share - usual < limits.collecting * cost:
@@ -73,6 +101,58 @@ def _of_collections(rank: int, s: Snapshot, pauses: Pauses, cost: float) -> Why 
     took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
     at_once = "" if s.ranks[rank].gc_off else f"; `gc.disable()`, and {text.TOGETHER}, let them pause together"
     return f": {took}, {percent(usual)} on the others", f"{text.FREEZE}{at_once}"
+
+
+def _collections_of_all(facts: Facts) -> Iterator[Finding]:
+    """Yield the full garbage collections that take much of the time of all ranks, whether together or not."""
+    s, pauses = facts.snapshot, facts.pauses
+    if not pauses.gc_before:
+        return
+    each = {q: pauses.collecting(s, q) for q in s.ranks}
+    least = min(each, key=lambda q: each[q][0])
+    share, n = each[least]
+    taken_s = s.ranks[least].gc_s - pauses.gc_before[least][1] if least in pauses.gc_before else 0.0
+    if n < slow.pauses or share < slow.pauses_share or taken_s * 1e3 < slow.pauses_ms:
+        return
+    site = _collects(s.ranks[least], share, facts.source)
+    yield text.COLLECTING(
+        victims=sorted(s.ranks), step=s.ranks[least].step, share=share, n=n, each_s=taken_s / n, site=site,
+        where=() if site is None else wheres(s, s.ranks, "user_code", dict.fromkeys(s.ranks, site)),
+        by_hand=f", by `gc.collect()`{at(site)}" if site is not None else "", do=text.DO_COLLECT["by itself" if site is None else "by hand"],
+        severity=Severity.WARNING if s.ranks[least].step > STEPS.settled else Severity.INFO,
+    )  # fmt: skip
+
+
+def _collects(r: RankState, share: float, source: Source) -> Site | None:
+    """Return the line that calls `gc.collect()`, if the rank is seen there in most of the time that its collections take."""
+    seen = [x for phase, sites in r.phase_sites.items() if phase != "init" for x in sites]
+    at_call = [(n, site) for site, n in seen if "gc.collect(" in line_at(site, source)]
+    often = sum(n for n, _ in at_call) >= share / 2 * sum(n for _, n in seen)
+    return max(at_call, key=lambda x: x[0])[1] if at_call and often else None
+
+
+# -- tools -------------------------------------------------------------------------------------------------------------
+
+
+def _tools(one: Slow) -> Why | None:
+    """Return the tools that are on in that rank only."""
+    ranks = one.snapshot.ranks
+    theirs = {tool for q, r in ranks.items() if q != one.rank for tool in r.tools}
+    if not (on := [tool for tool in ranks[one.rank].tools if tool not in theirs]):
+        return None
+    return f"; {' and '.join(on)} {'is' if len(on) == 1 else 'are'} on there, and on no other rank", text.TOOLS
+
+
+def _tools_of_all(facts: Facts) -> Iterator[Finding]:
+    """Yield the tools that are on in all ranks."""
+    ranks = facts.snapshot.ranks
+    step = min(r.step for r in ranks.values())
+    tools = set.intersection(*(set(r.tools) for r in ranks.values())) - {SCHEDULED}
+    if tools and step > STEPS.settled:
+        yield text.TOOLS_ON(victims=sorted(ranks), step=step, tools=" and ".join(sorted(tools)))
+
+
+# -- a thread, more data -----------------------------------------------------------------------------------------------
 
 
 def of_thread(rank: int, s: Snapshot) -> Why | None:
@@ -90,8 +170,9 @@ def of_thread(rank: int, s: Snapshot) -> Why | None:
     )
 
 
-def _of_data(found: Finding, s: Snapshot) -> Why | None:
+def _more_data(one: Slow) -> Why | None:
     """Return how much more data the rank gets: forwards in a step, or elements in a batch; None if it gets no more."""
+    found, s, *_ = one
     forwards = {q: sum(m.forwards for m in r.models) / r.step for q, r in s.ranks.items() if r.step}
     elements = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
     for of, more, advice, causes in (
@@ -107,23 +188,72 @@ def _of_data(found: Finding, s: Snapshot) -> Why | None:
     return None
 
 
-def _of_growth(found: Finding, s: Snapshot) -> Why | None:
+# -- growth ------------------------------------------------------------------------------------------------------------
+
+
+def _growth(one: Slow) -> Why | None:
     """Return what grows: the rank's memory, if that is much and the others' little, or the time of its steps."""
-    (rank,), said = found.culprits, []
+    (found, s, *_), rank, grows = one, one.rank, []
     grown = {q: (points[-1][1] - points[0][1], points[-1][0] - points[0][0])
              for q, r in s.ranks.items() if (points := [x for x in r.memory if x[0] >= (r.warm_since_s or math.inf)])}  # fmt: skip
     n_bytes, span_s = grown.pop(rank, (0, 0.0))
     theirs = max((n for n, _ in grown.values()), default=n_bytes)
     if found.cause == "host" and n_bytes >= limits.gained_bytes and 4 * theirs <= n_bytes:
-        said.append(
+        grows.append(
             f"its memory has grown by {size_text(n_bytes)} in {span_s:.0f} s, that of the others by {size_text(max(0, theirs))}"
         )
-    r = s.ranks[rank]
-    mean_s = mean_step_s(r)
-    if mean_s is not None and r.step - WARM_STEPS >= 2 * limits.newest:
-        now_s = statistics.median(x.step_ms for x in r.steps[-limits.newest :]) / 1e3
-        if now_s >= limits.slower * mean_s:
-            said.append(
-                f"steps take longer with time: {now_s * 1e3:.0f} ms now, {mean_s * 1e3:.0f} ms on average so far"
-            )
-    return ("".join(f"; {x}" for x in said), f"{text.KEEPS}; {found.advice}") if said else None
+    if (longer := _longer(s.ranks[rank])) is not None:
+        grows.append("steps take longer with time: {:.0f} ms now, {:.0f} ms on average so far".format(*longer))
+    return ("".join(f"; {x}" for x in grows), f"{text.KEEPS}; {found.advice}") if grows else None
+
+
+def _growth_of_all(facts: Facts) -> Iterator[Finding]:
+    """Yield steps that take longer with time on all ranks, with the phase that is most of one now."""
+    s, longer = facts.snapshot, {q: _longer(r) for q, r in facts.snapshot.ranks.items()}
+    known = {q: x for q, x in longer.items() if x is not None}
+    if len(known) < len(longer):
+        return
+    slowest = s.ranks[max(known, key=lambda q: known[q])]
+    now_ms, mean_ms = known[slowest.rank]
+    newest = slowest.steps[-limits.newest :]
+    phase_ms, phase = max((statistics.median(part_ms(x, p) for x in newest), p) for p in PHASES)
+    sites = {q: next(iter(text.stack_of(r, phase)), None) for q, r in s.ranks.items()}
+    yield text.GROWING(
+        victims=sorted(s.ranks), step=slowest.step, where=wheres(s, s.ranks, "user_code", sites), site=sites[slowest.rank],
+        now_ms=now_ms, mean_ms=mean_ms, phase_ms=phase_ms, phase="the code between steps" if phase == "other" else phase,
+    )  # fmt: skip
+
+
+def _longer(r: RankState) -> tuple[float, float] | None:
+    """Return (ms of a rank's newest steps, of its steps on average), if these take longer with time; None if they do not.
+
+    Longer than those before them, too: after a slow start, or a pause that is over, they do not.
+    """
+    mean_s, n = mean_step_s(r), limits.newest
+    if mean_s is None or r.step - WARM_STEPS < 2 * n or len(r.steps) <= n:
+        return None
+    before_ms, now_ms = (statistics.median(x.step_ms for x in of) for of in (r.steps[-2 * n : -n], r.steps[-n:]))
+    return (now_ms, mean_s * 1e3) if now_ms > before_ms and now_ms >= limits.slower * mean_s * 1e3 else None
+
+
+class Explanation(NamedTuple):
+    """One thing that makes ranks slow.
+
+    Attributes:
+        cause: Of the finding that it explains or makes; empty: it leaves the cause as it is.
+        of_one: Return what it adds to the finding of one slow rank; None if it is not the reason, or the others have it, too.
+        of_all: Yield its finding if it slows all ranks; None: it can only be seen by comparing ranks.
+    """
+
+    cause: str
+    of_one: Callable[[Slow], Why | None]
+    of_all: Callable[[Facts], Iterator[Finding]] | None = None
+
+
+EXPLANATIONS = (  # the first that explains one rank counts
+    Explanation("gc", _collections, _collections_of_all),
+    Explanation("", _tools, _tools_of_all),
+    Explanation("host", lambda one: of_thread(one.rank, one.snapshot)),  # in whichever phase it takes the time
+    Explanation("", _more_data),
+    Explanation("", _growth, _growth_of_all),
+)

@@ -20,13 +20,13 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 
-from distdiag.diagnosis import comparison, kinds, slow_for_all
+from distdiag.diagnosis import comparison, kinds
 from distdiag.diagnosis.comparison import COSTLY, Subset, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, Snapshot
 from distdiag.diagnosis.pauses import Lost, Pauses
-from distdiag.diagnosis.slow_because import explained, of_thread
+from distdiag.diagnosis.slow_because import explained, of_all_ranks, of_thread
 from distdiag.diagnosis.slow_case import VETOES, Case, at_lock, busy, case_of, limits
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, self_ms
@@ -48,7 +48,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     summed = {f.culprits for f in pauses}
     yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
     yield from pauses
-    yield from slow_for_all.found(facts, any(f.cause == "gc" for f in pauses))
+    yield from of_all_ranks(facts, {f.cause for f in pauses})
 
 
 def _warns(f: Finding) -> bool:

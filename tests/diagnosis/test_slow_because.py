@@ -1,4 +1,4 @@
-"""What makes all ranks slow: tools that stay on, and steps that take longer with time."""
+"""Why ranks are slow: tools that stay on, and steps that take longer with time."""
 
 from __future__ import annotations
 
