@@ -1,28 +1,31 @@
 """What each witness and each limit of the diagnosis is worth on tapes: `distdiag bench faults --replay --ablate`.
 
-Each witness is left out, each number of a rule's limits is halved and doubled, and every tape is judged again. A limit that is not
-read, or a witness that is not asked, while a tape is judged is not varied on it.
+Each witness is left out, each limit is halved and doubled, and every tape is judged again. A limit that is not read, or a witness
+that is not asked, while a tape is judged is not varied on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import CodeType, FrameType, MappingProxyType, ModuleType
 from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis import step_times
+from distdiag import diagnosis
+from distdiag.diagnosis import comparison, endings, history, pauses
 from distdiag.diagnosis.culprit import verdict as verdicts
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.witnesses import ORDER, Reason
-from distdiag.diagnosis.rules import RULES
 from distdiag.tapes.tape import Verdict, judge, read_tape
 from tests.faults.replay import left_out, spread
 
@@ -53,10 +56,29 @@ _MEASURED = re.compile(r"[\d.,]+ ?(ms|s|min|h|%|[KMG]i?B|times)\b|[\d.]+%")
 
 
 @cache
+def _modules() -> tuple[ModuleType, ...]:
+    """Return every module of the diagnosis."""
+    found = pkgutil.walk_packages(diagnosis.__path__, f"{diagnosis.__name__}.")
+    return tuple(import_module(module.name) for module in found)
+
+
+@cache
 def _limits() -> Tables:
     """Return every `limits` object of the diagnosis by the name of its module."""
-    found = {rule.kind.name: rule.limits for rule in RULES if rule.limits is not None}
-    return found | {"step_times": step_times.LIMITS}
+    objects = (getattr(module, name, None) for module in _modules() for name in ("limits", "LIMITS"))
+    return {type(x).__module__.rsplit(".", 1)[-1]: x for x in objects if x is not None}
+
+
+@cache
+def _constants() -> Tables:
+    """Return (module's name, constant's name) -> number, of the modules whose limits are constants."""
+    found = {
+        name: module
+        for module in (history, pauses, endings, comparison, verdicts)  # before those from which it imports
+        for name, value in vars(module).items()
+        if name.isupper() and type(value) in (int, float)
+    }
+    return {(module.__name__.rsplit(".", 1)[-1], name): getattr(module, name) for name, module in found.items()}
 
 
 def scaled(value: Any, factor: float) -> Any:
@@ -76,12 +98,11 @@ def scaled(value: Any, factor: float) -> Any:
 
 
 def variants() -> list[Variant]:
-    """Return every witness left out, and every number of a rule's limits halved and doubled."""
+    """Return every witness left out, and every limit halved and doubled."""
     out = [Variant("witness", str(reason)) for reason in Reason if reason is not Reason.NONE]
-    for where, limits in _limits().items():
-        for field in dataclasses.fields(limits):
-            value = getattr(limits, field.name)
-            out += [Variant(where, field.name, x) for x in (0.5, 2.0) if scaled(value, x) not in (None, value)]
+    fields = [(where, x.name, getattr(of, x.name)) for where, of in _limits().items() for x in dataclasses.fields(of)]
+    for where, name, value in (*fields, *((*at, value) for at, value in _constants().items())):
+        out += [Variant(where, name, x) for x in (0.5, 2.0) if scaled(value, x) not in (None, value)]
     return out
 
 
@@ -92,24 +113,34 @@ def applied(variant: Variant) -> Iterator[None]:
         with left_out((variant.name,)):
             yield
         return
-    limits = _limits()[variant.where]
-    before = getattr(limits, variant.name)
-    object.__setattr__(limits, variant.name, scaled(before, variant.factor))
+    before = _constants().get((variant.where, variant.name))
+    holders = [_limits().get(variant.where)] if before is None else []
+    if before is None:
+        before = getattr(holders[0], variant.name)
+    else:  # the module's, and that of each module that imports it
+        holders = [module for module in _modules() if vars(module).get(variant.name) is before]
+    for holder in holders:
+        object.__setattr__(holder, variant.name, scaled(before, variant.factor))
     try:
         yield
     finally:
-        object.__setattr__(limits, variant.name, before)
+        for holder in holders:
+            object.__setattr__(holder, variant.name, before)
 
 
 @contextmanager
 def _watched() -> Iterator[set[tuple[str, str]]]:
     """Collect the limits that are read, and the witnesses that are asked, as (module, field)."""
     seen: set[tuple[str, str]] = set()
+    ran: set[CodeType] = set()
     before, decide = [], verdicts.decide
 
     def asked(case: Case) -> tuple[Testimony, tuple[Testimony, ...]]:
         seen.update(("witness", witness.name) for witness in ORDER[case.incident.root])
         return decide(case)
+
+    def called(frame: FrameType, event: str, _: object) -> None:
+        ran.add(frame.f_code)
 
     verdicts.decide = asked
     for where, limits in _limits().items():
@@ -121,9 +152,13 @@ def _watched() -> Iterator[set[tuple[str, str]]]:
 
         before.append(kind)
         kind.__getattribute__ = read
+    sys.setprofile(called)
     try:
         yield seen
     finally:
+        sys.setprofile(None)
+        names = {name for code in ran for name in code.co_names}
+        seen.update(at for at in _constants() if at[1] in names)
         verdicts.decide = decide
         for kind in before:
             del kind.__getattribute__

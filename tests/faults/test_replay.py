@@ -10,10 +10,12 @@ import msgspec
 import pytest
 
 from distdiag.cli import main
+from distdiag.diagnosis import comparison
 from distdiag.diagnosis.culprit.case import Reason
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.rules import straggler
 from distdiag.diagnosis.text import incident_finding
 from distdiag.errors import ExitCode
 from distdiag.tapes.tape import read_tape, to_bytes
@@ -144,6 +146,16 @@ def test_a_variant_is_undone(capsys: pytest.CaptureFixture[str]) -> None:
             pass
     assert replay.judge(read_tape(WITH_RANKS)).answers == before
     assert scaled(((3.0, 0.5), 4), 2.0) == ((6.0, 1.0), 8) and scaled("barrier", 2.0) is None
+
+
+def test_every_limit_of_the_diagnosis_is_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    where = {v.where for v in variants()}
+    assert {"stall", "slow_case", "slow_because", "call_cost", "step_times", "comparison", "history"} <= where
+    assert {"endings", "verdict", "pauses"} <= where
+    with applied(ablation.Variant("comparison", "COSTLY", 2.0)):
+        assert comparison.COSTLY == straggler.COSTLY == 0.4
+    monkeypatch.setattr(ablation, "variants", lambda: [ablation.Variant("history", "SAME_S", 2.0)])
+    assert ablation.ablated(WITH_RANKS).tried == tuple(ablation.variants())
 
 
 def test_leaving_out_the_witness_that_decides_changes_the_verdict(
