@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from distdiag.diagnosis.model import syntax
-from distdiag.diagnosis.model.guards import Kind, guards
+from distdiag.diagnosis.model.guards import GuardKind, guards
 from distdiag.diagnosis.model.rank_tests import COUNTERS
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, LOOPS, SCOPES, Source, tree_of
@@ -129,8 +129,12 @@ def _root(node: ast.expr | None) -> ast.Name | None:
 def _conditions(tree: ast.Module, line: int) -> Iterator[tuple[ast.expr, bool, int]]:
     """Yield (test, what it must be, its line) for each `if` that decides whether a line runs."""
     for guard in guards(tree, line):
-        if guard.kind in (Kind.HOLDS, Kind.PASSED) and isinstance(guard.node, ast.If) and guard.test is not None:
-            yield guard.test, (guard.kind is Kind.HOLDS) == (guard.branch == "body"), guard.line
+        if (
+            guard.kind in (GuardKind.HOLDS, GuardKind.PASSED)
+            and isinstance(guard.node, ast.If)
+            and guard.test is not None
+        ):
+            yield guard.test, (guard.kind is GuardKind.HOLDS) == (guard.branch == "body"), guard.line
 
 
 def _is_new(tree: ast.Module, node: ast.stmt | ast.expr, container: ast.expr) -> bool:

@@ -10,11 +10,11 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from distdiag.diagnosis.culprit.parting import returns_before
+from distdiag.diagnosis.culprit.paths import returns_before
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Guard, Kind
+from distdiag.diagnosis.model.guards import Guard, GuardKind
 from distdiag.diagnosis.model.snapshot import DEAD, RankState, Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, Source, tree_of
 from distdiag.diagnosis.text.phrases import at
@@ -38,7 +38,7 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
     tree = tree_of(site.file, source) if site is not None else None
     if site is None or tree is None:
         return None
-    loop = next((g for g in reversed(guarding.guards(tree, site.line)) if g.kind is Kind.INSIDE), None)
+    loop = next((g for g in reversed(guarding.guards(tree, site.line)) if g.kind is GuardKind.INSIDE), None)
     if loop is None or not isinstance(loop.node, ast.While) or isinstance(loop.node.test, ast.Constant):
         return None
     text = guarding.text_of(loop, source(site.file) or "")
@@ -130,7 +130,7 @@ def _similar(key: str, states: Iterable[RankState]) -> list[RankState]:
 def caught_around(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
     """Return (text, site) of the innermost `except` around the frames of a stack after which the script goes on."""
     for site, text, guard in guarding.along(stack, source):
-        if guard.kind is Kind.PASSED and isinstance(guard.node, ast.ExceptHandler):
+        if guard.kind is GuardKind.PASSED and isinstance(guard.node, ast.ExceptHandler):
             return guarding.text_of(guard, text), Site(site.file, guard.line, site.function)
     return None
 
@@ -182,7 +182,7 @@ def _polled_names(stack: Sequence[Site], source: Source, key: bool) -> set[str]:
             handed = (word for x in calls for word in ([*x.args, *(k.value for k in x.keywords)] if key else [x]))
             names |= set().union(*(_handed(word, modules) for word in handed))
         else:
-            loops = (g.node for g in guarding.guards(tree, site.line) if g.kind is Kind.INSIDE)
+            loops = (g.node for g in guarding.guards(tree, site.line) if g.kind is GuardKind.INSIDE)
             names |= set().union(*(_handed(x.test, modules) for x in loops if isinstance(x, ast.While)))
         function = syntax.function(tree, site.line)
         if function is None or not names & {x.arg for x in function.args.args} - {"self"}:
@@ -208,7 +208,7 @@ def _handed(node: ast.AST, modules: set[str]) -> set[str]:
 
 def _handlers(tree: ast.Module | None, guard: Guard) -> Iterator[ast.ExceptHandler]:
     """Yield the handlers after which a function goes on, in the other branch of an `if` and in the functions that it calls."""
-    if tree is None or guard.kind is not Kind.HOLDS or not isinstance(guard.node, ast.If):
+    if tree is None or guard.kind is not GuardKind.HOLDS or not isinstance(guard.node, ast.If):
         return
     branch = getattr(guard.node, "orelse" if guard.branch == "body" else "body")
     called = {syntax.name_of(x.func) for node in branch for x in ast.walk(node) if isinstance(x, ast.Call)}

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from distdiag.diagnosis.culprit import parting
-from distdiag.diagnosis.culprit.parting import Condition
+from distdiag.diagnosis.culprit import paths
+from distdiag.diagnosis.culprit.paths import Condition
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import at, shortened
@@ -36,8 +36,8 @@ def left_open(facts: Facts, r: RankState) -> Open | None:
         missing = tuple(q for q in group.ranks if q in s.ranks and s.ranks[q].enqueued.get(name, 0) <= done)
         if missing:
             call = call_at(r, name, done + 1) or Call(op="", group=name, seq=done + 1)
-            guard = parting.rank_condition(r.user_stack, s.ranks[missing[0]].user_stack, facts.source)
-            return Open(call, missing, guard if guard is not None and guard.way is parting.Way.ALONE else None)
+            guard = paths.rank_condition(r.user_stack, s.ranks[missing[0]].user_stack, facts.source)
+            return Open(call, missing, guard if guard is not None and guard.way is paths.Way.ALONE else None)
     return None
 
 

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from distdiag.diagnosis.culprit.parting import Condition, only_under, parting, rank_condition
+from distdiag.diagnosis.culprit.paths import Condition, Pair, conditions_between, only_under, rank_condition
 from distdiag.diagnosis.model import guards, syntax
 from distdiag.diagnosis.model.snapshot import Site
 from tests.diagnosis.test_rank_condition import FILE, places
@@ -78,7 +78,7 @@ DEEP = "if a:\n" + "".join(f"{' ' * i}if a:\n" for i in range(1, 90)) + " " * 90
 )
 def test_a_hostile_source_has_no_guards_and_does_no_harm(text: str) -> None:
     sites = [Site(FILE, 2, "<module>")], [Site(FILE, 4, "<module>")]
-    assert isinstance(parting(*sites, {FILE: text}.get), list)
+    assert isinstance(conditions_between(*sites, {FILE: text}.get), list)
     assert rank_condition(*sites, {FILE: text}.get) is None
     assert guards.may_end_early(text, 2)
 
@@ -179,7 +179,7 @@ def test_a_condition_counts_only_if_both_evaluated_it_and_it_can_differ(
         words = frames.split()
         return [Site(FILE, at[mark], name) for mark, name in zip(words[::2], words[1::2], strict=True)]
 
-    found = parting(stack(mine), stack(theirs), {FILE: text}.get)
+    found = conditions_between(stack(mine), stack(theirs), {FILE: text}.get)
     assert [c.text for c in found] == expected
 
 
@@ -215,13 +215,13 @@ ACCUMULATE = """
 def test_no_sync_is_a_condition_of_the_gradients_and_a_list_of_modules_is_equal_on_all_ranks() -> None:
     text, at = places(ACCUMULATE)
     site = {mark: Site(FILE, line, "main") for mark, line in at.items()}
-    in_loop = parting([site["Z"]], [site["B"]], {FILE: text}.get)
+    in_loop = conditions_between([site["Z"]], [site["B"]], {FILE: text}.get)
     assert [c.text for c in in_loop] == ["for x in loader"]
     # the rank has run the loop as often: it has not ended early
-    counted = parting([site["Z"]], [site["B"]], {FILE: text}.get, as_often=lambda _, node: True)
+    counted = conditions_between([site["Z"]], [site["B"]], {FILE: text}.get, Pair(as_often=lambda _, node: True))
     assert [c.text for c in counted] == ["if full"]
     expert = [Site(FILE, at["E"], "forward"), Site(FILE, at["M"], "step")]
-    found = parting([Site(FILE, at["L"], "step")], expert, {FILE: text}.get)
+    found = conditions_between([Site(FILE, at["L"], "step")], expert, {FILE: text}.get)
     assert [c.text for c in found] == ["if rows.numel()"]
 
 
@@ -242,15 +242,15 @@ def test_what_a_module_lists_is_equally_long_on_all_ranks() -> None:
     theirs = [Site(FILE, at["E"], "reduce"), Site(FILE, at["M"], "step")]
     for loop in ("expert.parameters()", "enumerate(expert.parameters())", "self.expert.named_modules()"):
         source = text.replace("expert.parameters()", loop)
-        found = parting([Site(FILE, at["L"], "step")], theirs, {FILE: source}.get)
+        found = conditions_between([Site(FILE, at["L"], "step")], theirs, {FILE: source}.get)
         assert [c.text for c in found] == ["if p.grad is not None"]
     of_data = text.replace("expert.parameters()", "batch.parts()")
-    found = parting([Site(FILE, at["L"], "step")], theirs, {FILE: of_data}.get)
+    found = conditions_between([Site(FILE, at["L"], "step")], theirs, {FILE: of_data}.get)
     assert [c.text for c in found] == ["for p in batch.parts()"]
 
 
 @pytest.mark.parametrize(("learners", "uneven"), [("(0, 1)", False), ("(0, *found())", True), ("[0, 1]", True)])
 def test_a_tuple_of_literals_is_equally_long_on_all_ranks(learners: str, uneven: bool) -> None:
     source = f"LEARNERS, SIM = {learners}, 2\nfor who in LEARNERS:\n    send(x, who)\nrecv(x)\n"
-    found = parting([Site(FILE, 4, "main")], [Site(FILE, 3, "main")], {FILE: source}.get)
+    found = conditions_between([Site(FILE, 4, "main")], [Site(FILE, 3, "main")], {FILE: source}.get)
     assert [c.text for c in found] == (["for who in LEARNERS"] if uneven else [])

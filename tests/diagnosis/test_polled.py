@@ -6,7 +6,7 @@ from textwrap import dedent
 
 import pytest
 
-from distdiag.diagnosis.culprit.parting import call_under_rank
+from distdiag.diagnosis.culprit.paths import call_under_rank
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.guards import made_anew
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from distdiag.diagnosis.culprit.parting import Condition, rank_condition
+from distdiag.diagnosis.culprit.paths import Condition, rank_condition
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Model, Site
 from tests.diagnosis.made import proved

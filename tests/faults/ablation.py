@@ -51,7 +51,7 @@ class Effect(msgspec.Struct, frozen=True):
     changes: tuple[str, ...]  # of kind, cause, culprit, line, reason, found, cleared, severity
 
 
-Tables = dict[str, Any]
+Tables = dict[Any, Any]
 _MEASURED = re.compile(r"[\d.,]+ ?(ms|s|min|h|%|[KMG]i?B|times)\b|[\d.]+%")
 
 

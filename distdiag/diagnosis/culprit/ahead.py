@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from distdiag.diagnosis.culprit import parting, rounds
+from distdiag.diagnosis.culprit import paths, rounds
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import RankState
@@ -74,5 +74,5 @@ def _has_passed(mine: RankState, theirs: RankState, source: Source) -> bool:
     for a, b in zip(mine.user_stack[::-1], theirs.user_stack[::-1], strict=False):
         if a != b:
             later = (a.file, a.function) == (b.file, b.function) and a.line > b.line
-            return later and parting.in_no_branch(mine.user_stack, theirs.user_stack, source)
+            return later and paths.in_no_branch(mine.user_stack, theirs.user_stack, source)
     return False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from distdiag.diagnosis.culprit.parting import Condition
+from distdiag.diagnosis.culprit.paths import Condition
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.waits import messages

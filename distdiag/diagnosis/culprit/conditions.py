@@ -7,17 +7,17 @@ import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from distdiag.diagnosis.culprit import callers, divergence, parting
+from distdiag.diagnosis.culprit import callers, divergence, paths
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
-from distdiag.diagnosis.culprit.parting import Condition, Way
+from distdiag.diagnosis.culprit.paths import Condition, Way
 from distdiag.diagnosis.culprit.rhythm import ROUNDS
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site, lines_of
 from distdiag.diagnosis.model.syntax import line_at
+from distdiag.diagnosis.text.conditions import decision_advice, left_text
 from distdiag.diagnosis.text.incident import implicit_text
-from distdiag.diagnosis.text.parting import decision_advice, left_text
 from distdiag.diagnosis.text.phrases import at, op_at, site_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import call_at
@@ -31,7 +31,7 @@ def on_rank(case: Case) -> Testimony | None:
     if met_in(case, *firsts) is not None:
         return None
     mine, theirs = (_stack(case, rank) for rank in firsts)
-    found = parting.led_away(mine, theirs, case.source)
+    found = paths.led_away(mine, theirs, case.source)
     if found is None:
         return _retried(case)
     condition, nth = found
@@ -47,8 +47,8 @@ def _retried(case: Case) -> Testimony | None:
     """
     for ranks in case.sides:
         known = case.states[ranks[0]].sites.get(case.here[ranks[0]] or "", 0) > ROUNDS
-        found = _parting(case, ranks) if known else []
-        if [c.way for c in found] == [Way.AGAIN] and parting.tried_until_success(found[0], case.source):
+        found = _between(case, ranks) if known else []
+        if [c.way for c in found] == [Way.AGAIN] and paths.tried_until_success(found[0], case.source):
             return _testimony(case, found, ranks)
     return None
 
@@ -79,7 +79,7 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
             return finalised
         if (parted := _earlier(case, ranks)) is not None:
             return _at_departure(case, ranks, *parted)
-        return _testimony(case, _parting(case, ranks), ranks) or _left_backward(case, ranks)
+        return _testimony(case, _between(case, ranks), ranks) or _left_backward(case, ranks)
     if not (found := tied(case)):
         return None
     first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
@@ -135,7 +135,7 @@ def _at_departure(case: Case, ranks: Sequence[int], made: Call, due: Call) -> Te
     mine, theirs = (callers.stack_at(call.site, case.states[rank], case.source) for call, rank in ends)
     # a call that the others make, too, only comes earlier: what was due has been left out
     skipped = made.site is not None and made.site.key in case.states[other].sites
-    found = parting.parting(mine, theirs, case.source, ahead=skipped)
+    found = paths.conditions_between(mine, theirs, case.source, paths.Pair(ahead=skipped))
     alone = bool(found) and found[0].way in (Way.ALONE, Way.STAYED)
     if not found or (alone and skipped):
         return None
@@ -164,10 +164,10 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
         here = [i for i, x in enumerate(stack) if site and (x.file, x.function) == (site.file, site.function)]
         if site is None or not here:
             return None
-        return _testimony(case, parting.parting(stack[: here[0] + 1], (site,), source), ranks)
+        return _testimony(case, paths.conditions_between(stack[: here[0] + 1], (site,), source), ranks)
     own = case.own_call(ranks[0], main)
     if own is not None and own.site is not None:
-        return _testimony(case, parting.parting(stack, (*own.site.path, *stack[-1:]), source), ranks)
+        return _testimony(case, paths.conditions_between(stack, (*own.site.path, *stack[-1:]), source), ranks)
     site = next((call.site for rank in main.ranks if (call := main.calls.get(rank)) is not None), None)
     victims = (case.states[q] for q in sorted(case.incident.victims - set(ranks)))
     there = [v.rank for v in victims if v.blocked is not None and v.blocked.site == site]
@@ -178,7 +178,7 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
     there = waiting[callers.nearest(stack, waiting, source)]
     if case.in_a_new_round(ranks[0]):  # its message is one of every round: what leads to it there has led no rank away
         stack = callers.in_common(stack, there, source)
-    return _testimony(case, parting.parting(stack, there, source), ranks)
+    return _testimony(case, paths.conditions_between(stack, there, source), ranks)
 
 
 def _kept_to_some(case: Case) -> Testimony | None:
@@ -194,7 +194,7 @@ def _kept_to_some(case: Case) -> Testimony | None:
             callers.call_stack(case.states[q].user_stack, case.states[q].host_stack, case.source)
             for q in (inside[0], missing[0])
         )
-        condition = parting.rank_condition(mine, theirs, case.source)
+        condition = paths.rank_condition(mine, theirs, case.source)
         if condition is not None and condition.way is Way.ALONE:
             found[condition] = tuple(inside), wait.calls[inside[0]]
     if len(found) != 1:
@@ -207,7 +207,7 @@ def leaving(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions through which a rank that ended normally can have left the loop that another rank is in."""
     wait, ended = case.main(()), case.states[min(case.incident.members)]
     stacks = [stack for rank in wait.ranks if not wait.p2p and (stack := case.states[rank].user_stack)]
-    found = parting.leaving(ended.current_site, stacks[0], case.source) if stacks else []
+    found = paths.leaving(ended.current_site, stacks[0], case.source) if stacks else []
     if not found:
         return None
     advice, (first, call) = "", next(iter(wait.calls.items()), (-1, None))
@@ -235,11 +235,11 @@ def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> 
 
 def tied(case: Case) -> list[Condition]:
     """Return where the paths of two sides diverge, if neither is known to be wrong; nothing if that is not known."""
-    found = [condition for side in case.sides[:2] for condition in _parting(case, side)]
-    return list({(c.file, c.line): c for c in found}.values())[-parting.SHOWN :]
+    found = [condition for side in case.sides[:2] for condition in _between(case, side)]
+    return list({(c.file, c.line): c for c in found}.values())[-paths.SHOWN :]
 
 
-def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
+def _between(case: Case, ranks: Sequence[int]) -> list[Condition]:
     known = [rank for rank in sorted(case.wait.calls) if rank in case.states]
     mine, others = [q for q in known if q in ranks], [q for q in known if q not in ranks]
     if not mine or not others:
@@ -251,13 +251,13 @@ def _parting(case: Case, ranks: Sequence[int]) -> list[Condition]:
     if own is not None:
         due = (*own.path, *(x for x in first[-1:] if x not in own.path))
         elsewhere = own.key != case.here.get(mine[0]) and not callers.dispatched(first, due, case.source)
-        return parting.parting(first, due, case.source) if elsewhere else []
+        return paths.conditions_between(first, due, case.source) if elsewhere else []
     as_often = partial(_as_often, case, *both)
     rank, other = both
     stays = case.states[rank].step <= case.states[other].step and _again(case, other, rank)
     alone = case.here.get(rank) not in case.states[other].sites
-    ahead, again = _ahead(case, rank, other), _again(case, rank, other)
-    return parting.parting(first, second, case.source, ahead, as_often, again=again, stays=stays, alone=alone)
+    pair = paths.Pair(_ahead(case, rank, other), as_often, again=_again(case, rank, other), stays=stays, alone=alone)
+    return paths.conditions_between(first, second, case.source, pair)
 
 
 def met_in(case: Case, rank: int, other: int) -> Site | None:

@@ -107,7 +107,7 @@ def _event(call: Call) -> Event:
     return compatible.op_name(call.op), site, call.root, compatible.dtype_name(call.dtype), size  # see _ARGUMENTS
 
 
-def parting(first: History, second: History) -> tuple[int, int] | None:
+def first_difference(first: History, second: History) -> tuple[int, int] | None:
     """Return the indices of the first events that differ; None if all that is known is equal, or differs from the start."""
     oldest = [next((call for call in h.calls if call and call.seq), None) for h in (first, second)]
     both = ((_index_of(first, call), _index_of(second, call)) for call in oldest if call is not None)
@@ -127,7 +127,7 @@ def _index_of(history: History, wanted: Call) -> int | None:
 
 def departure(first: History, second: History) -> Departure | None:
     """Return which of two ranks departed, and from what; None if that is not known."""
-    at_index = parting(first, second)
+    at_index = first_difference(first, second)
     if at_index is None:
         return None
     i, j = at_index

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from distdiag.diagnosis.culprit import arguments, callers, sites
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, parting, returns_before
+from distdiag.diagnosis.culprit.paths import Condition, conditions_between, returns_before
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot, lines_of
-from distdiag.diagnosis.text.parting import decision_advice
+from distdiag.diagnosis.text.conditions import decision_advice
 from distdiag.diagnosis.text.phrases import at, count, op_at, places_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
@@ -106,7 +106,7 @@ def _one_round(case: Case) -> Testimony | None:
         head=f"rank {rank} left out its {op_at(send)} to rank {receiver}",
         text=f"; {'in its newest calls ' if newest else ''}it did so {_often(times)} after {compatible.op_name(before.op)}"
         f"{at(before.site)}, and made that send {_often(rounds)}",
-        conditions=tuple(parting(mine, theirs, case.source)),
+        conditions=tuple(conditions_between(mine, theirs, case.source)),
         advice=f"send rank {receiver} a message in every round{at(send.site)}, or tell it how many follow: it expects one for each",
     )
 

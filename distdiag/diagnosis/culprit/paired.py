@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
-from distdiag.diagnosis.culprit.parting import parting
+from distdiag.diagnosis.culprit.paths import conditions_between
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.diagnosis.text.phrases import at, op_at
@@ -29,7 +29,7 @@ def accuse(case: Case) -> Testimony | None:
     other = next(rank for rank in case.compared if rank not in side)
     ends = (made, side[0]), (due, other)
     mine, theirs = (callers.stack_at(call.site, case.states[rank], case.source) for call, rank in ends)
-    conditions = tuple(parting(mine, theirs, case.source))
+    conditions = tuple(conditions_between(mine, theirs, case.source))
     who, call = rank_list(side), f"{compatible.op_name(made.op)}{at(made.site)}"
     text = f"; {who} had made one call more, {call}, which paired with {compatible.op_name(due.op)}{at(due.site)} of the others"
     advice = f"make {call} on all ranks or on none" + (

@@ -9,11 +9,11 @@ others' passes of the step after.
 from __future__ import annotations
 
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, parting
+from distdiag.diagnosis.culprit.paths import Condition, conditions_between
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack, lines_of
 from distdiag.diagnosis.model.syntax import Source, function, tree_of
-from distdiag.diagnosis.text.parting import NO_WEIGHT
+from distdiag.diagnosis.text.conditions import NO_WEIGHT
 from distdiag.diagnosis.waits.wait import by_python
 from distdiag.terms.operations import op_name
 from distdiag.terms.units import counted
@@ -170,7 +170,7 @@ def _way_out(state: RankState, forwards: int, backwards: int, source: Source) ->
         if times in (forwards, backwards):
             sites.setdefault(times, []).append(_frames(key, state, source))
     pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()))
-    return next((found for f, b in pairs if (found := parting(f, b, source))), [])
+    return next((found for f, b in pairs if (found := conditions_between(f, b, source))), [])
 
 
 def _frames(key: str, state: RankState, source: Source) -> tuple[Site, ...]:

@@ -18,7 +18,7 @@ from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Guard, Kind
+from distdiag.diagnosis.model.guards import Guard, GuardKind
 from distdiag.diagnosis.model.snapshot import RankState, Site
 from distdiag.diagnosis.model.syntax import LOOPS, name_of
 from distdiag.diagnosis.text.incident import verb
@@ -148,18 +148,18 @@ def _arms(node: ast.AST) -> tuple[Guard | None, Sequence[ast.AST]]:
     """Return a condition, loop or handler, and what runs under it."""
     match node:
         case ast.If():
-            return Guard(Kind.HOLDS, node, test=node.test), [*node.body, *node.orelse]
+            return Guard(GuardKind.HOLDS, node, test=node.test), [*node.body, *node.orelse]
         case ast.IfExp():
-            return Guard(Kind.HOLDS, node, test=node.test), [node.body, node.orelse]
+            return Guard(GuardKind.HOLDS, node, test=node.test), [node.body, node.orelse]
         case ast.BoolOp():
-            return Guard(Kind.HOLDS, node, test=node.values[0]), node.values[1:]
+            return Guard(GuardKind.HOLDS, node, test=node.values[0]), node.values[1:]
         case ast.For() | ast.AsyncFor() | ast.While() | ast.ExceptHandler():
-            return Guard(Kind.INSIDE, node), node.body
+            return Guard(GuardKind.INSIDE, node), node.body
         case ast.match_case():
-            return Guard(Kind.HOLDS, node), node.body
+            return Guard(GuardKind.HOLDS, node), node.body
         case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
             made = [x.iter for x in node.generators if isinstance(x.iter, ast.Call)]
-            return (Guard(Kind.INSIDE, node, test=made[0]), [node]) if made else (None, ())
+            return (Guard(GuardKind.INSIDE, node, test=made[0]), [node]) if made else (None, ())
     return None, ()
 
 
@@ -204,7 +204,7 @@ def _is_false(guard: Guard, state: RankState, case: Case) -> bool:
     guards = (
         (x.test, text)
         for _, text, x in guarding.along(state.user_stack, case.source)
-        if x.kind is Kind.HOLDS and x.branch == "orelse"
+        if x.kind is GuardKind.HOLDS and x.branch == "orelse"
     )
     return any(
         test is not None and rank_tests.fixed(test, text) and _of_object(test) in wanted for test, text in guards

@@ -9,7 +9,7 @@ from statistics import mode
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.conditions import met_in
-from distdiag.diagnosis.culprit.parting import Condition, call_under_rank, takes_turns
+from distdiag.diagnosis.culprit.paths import Condition, call_under_rank, takes_turns
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, lines_of
 from distdiag.diagnosis.text.incident import verb

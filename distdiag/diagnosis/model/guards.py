@@ -44,7 +44,7 @@ _CACHES = re.compile(r"@[\w.]*(cache|memo)", re.IGNORECASE)
 _Node = ast.stmt | ast.expr | ast.ExceptHandler | ast.match_case
 
 
-class Kind(Enum):
+class GuardKind(Enum):
     """How a guard decides about the line."""
 
     HOLDS = auto()  # the line is in this branch
@@ -65,7 +65,7 @@ class Guard(NamedTuple):
         upto: For an exception that skips the rest of a `try` or `with`: the line that it skips, else 0.
     """
 
-    kind: Kind
+    kind: GuardKind
     node: _Node
     branch: str = "body"
     test: ast.expr | None = None
@@ -107,11 +107,11 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.AST, Guard | None, 
             for child in getattr(node, field, ()):
                 guard = around
                 if isinstance(node, ast.If) and not _asks_about(around, node.test):
-                    guard = Guard(Kind.PASSED, node, field, node.test)
+                    guard = Guard(GuardKind.PASSED, node, field, node.test)
                 elif isinstance(child, ast.ExceptHandler):
-                    guard = Guard(Kind.PASSED, child)
+                    guard = Guard(GuardKind.PASSED, child)
                 elif isinstance(child, ast.match_case) and isinstance(node, ast.Match):
-                    guard = Guard(Kind.PASSED, child, test=node.subject)
+                    guard = Guard(GuardKind.PASSED, child, test=node.subject)
                 inner.append((child, guard, in_loop))
         todo += reversed(inner)
 
@@ -148,12 +148,12 @@ def guards(tree: ast.Module, line: int, callee: str = "") -> tuple[Guard, ...]:
         if step.field not in ("handlers", "cases"):
             for earlier in step.block[: step.at]:
                 out += (guard for _, guard in exits([earlier]) if guard is not None)
-                out += (_loop(Kind.ENDED, inner) for inner, _, _ in _nested([earlier]) if isinstance(inner, LOOPS))
+                out += (_loop(GuardKind.ENDED, inner) for inner, _, _ in _nested([earlier]) if isinstance(inner, LOOPS))
         node = step.node
         if isinstance(node, SCOPES):  # a condition around a function's definition does not apply to its calls
-            out = [Guard(Kind.HOLDS, x, "decorator", x) for x in node.decorator_list]
+            out = [Guard(GuardKind.HOLDS, x, "decorator", x) for x in node.decorator_list]
     if isinstance(node, LOOPS) and line < node.body[0].lineno:
-        out.append(_loop(Kind.INSIDE, node))
+        out.append(_loop(GuardKind.INSIDE, node))
     if node is not None and not isinstance(node, SCOPES):
         out += _in_expression(node, callee)
     return tuple(out)
@@ -167,7 +167,7 @@ def along(stack: Sequence[Site], source: Source) -> Iterator[tuple[Site, str, Gu
             yield site, source(site.file) or "", guard
 
 
-def _loop(kind: Kind, node: ast.For | ast.AsyncFor | ast.While) -> Guard:
+def _loop(kind: GuardKind, node: ast.For | ast.AsyncFor | ast.While) -> Guard:
     return Guard(kind, node, test=node.test if isinstance(node, ast.While) else node.iter)
 
 
@@ -176,24 +176,24 @@ def _around(step: Step, line: int) -> Iterator[Guard]:
     owner = step.owner
     match owner:
         case ast.If() if line > (owner.test.end_lineno or 0) or not _calls_other(owner.test):
-            yield Guard(Kind.HOLDS, owner, step.field, owner.test)
+            yield Guard(GuardKind.HOLDS, owner, step.field, owner.test)
         case ast.For() | ast.AsyncFor() | ast.While():
-            yield _loop(Kind.INSIDE if step.field == "body" else Kind.ENDED, owner)
+            yield _loop(GuardKind.INSIDE if step.field == "body" else GuardKind.ENDED, owner)
         case ast.Try() if step.field in ("body", "orelse"):
             for handler in owner.handlers:
                 if not isinstance(handler.body[-1], ast.Raise) and not exits_process(handler.body[-1]):
-                    yield Guard(Kind.PASSED, handler, upto=line)
+                    yield Guard(GuardKind.PASSED, handler, upto=line)
         case ast.With() | ast.AsyncWith() if any(_called_in(x.context_expr) & {"suppress"} for x in owner.items):
-            yield Guard(Kind.PASSED, owner, upto=line)
+            yield Guard(GuardKind.PASSED, owner, upto=line)
         case ast.With() | ast.AsyncWith():
             for part in (x for item in owner.items for x in ast.walk(item.context_expr) if isinstance(x, ast.IfExp)):
                 if "no_sync" in _called_in(part.body) ^ _called_in(part.orelse):  # DDP exchanges gradients, or does not
                     branch = "orelse" if "no_sync" in _called_in(part.body) else "body"
-                    yield Guard(Kind.HOLDS, owner, branch, part.test)
+                    yield Guard(GuardKind.HOLDS, owner, branch, part.test)
         case ast.ExceptHandler():
-            yield Guard(Kind.HOLDS, owner)
+            yield Guard(GuardKind.HOLDS, owner)
         case ast.Match() if isinstance(case := step.node, ast.match_case):
-            yield Guard(Kind.HOLDS, case, test=owner.subject)
+            yield Guard(GuardKind.HOLDS, case, test=owner.subject)
 
 
 def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
@@ -208,14 +208,14 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
             case ast.BoolOp():
                 found = [(part.values[0], "body", part.values[1:])]
             case ast.Call() if callee in _FORMATS and _LOGS.match(ast.unparse(part)) and not _formats(part):
-                yield Guard(Kind.HOLDS, part, "body", part)
+                yield Guard(GuardKind.HOLDS, part, "body", part)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
                 found = [(test, "body", _made(part)) for loop in part.generators for test in loop.ifs]
         called = [(test, branch, set().union(*map(_called_in, arm))) for test, branch, arm in found]
         fits = [(test, branch) for test, branch, names in called if (callee in names if callee in in_all else names)]
         if len(fits) == 1:  # if both branches call something, either may be the line's
             ((test, branch),) = fits
-            yield Guard(Kind.HOLDS, part, branch, test)  # type: ignore[arg-type]
+            yield Guard(GuardKind.HOLDS, part, branch, test)  # type: ignore[arg-type]
 
 
 def _made(part: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> list[ast.expr]:
@@ -266,7 +266,7 @@ _OPPOSITE = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.Lt: ast.GtE, ast.Gt: ast.
 def takes_turns(tree: ast.Module, guard: Guard, line: int) -> bool:
     """True if another `if` of the function with the opposite test makes the same call: `main_process_first` has a barrier for either."""
     around, node = syntax.function(tree, line), syntax.statement(tree, line)
-    if guard.kind is not Kind.HOLDS or not isinstance(guard.node, ast.If) or around is None or node is None:
+    if guard.kind is not GuardKind.HOLDS or not isinstance(guard.node, ast.If) or around is None or node is None:
         return False
     test, called = guard.node.test, _called_in(node)
     tests = (x for x in ast.walk(around) if isinstance(x, ast.If))

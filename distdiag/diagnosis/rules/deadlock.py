@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import parting
+from distdiag.diagnosis.culprit import paths
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.locks import LockCycle
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.text.conditions import diverge_text
 from distdiag.diagnosis.text.incident_finding import incident_findings
-from distdiag.diagnosis.text.parting import parting_text
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, op_text, where, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.wait import last_wait
@@ -33,7 +33,7 @@ FILE_LOCK = Template(kind, "file_lock",
     "{culprits:waits|wait} for rank {rank} in {collective}{site}", NO_PROGRESS,
     "release the lock before the collective: hold no lock across one", proved=True)  # fmt: skip
 FINISHED = Template(kind, "rank_finished",
-    "{culprits} finished after step {step} while {victims} continued{waited}{parting}",
+    "{culprits} finished after step {step} while {victims} continued{waited}{diverge}",
     "the others wait for a rank that has ended, and fail",
     "give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for "
     "an exit (sys.exit, os._exit in a thread) on some ranks only", proved=True)  # fmt: skip
@@ -73,5 +73,5 @@ def _finished(facts: Facts) -> Finding:
         waiting=wheres(s, victims), step=first.step,
         first_seen_s=min(times or [s.t_s, *(s.ranks[q].ended_s or s.t_s for q in facts.ends)]),
         waited=f" and waited in {op_text(call)}" if call and call.op else "",
-        parting=parting_text(parting.leaving(first.current_site, waiting.user_stack, facts.source)),
+        diverge=diverge_text(paths.leaving(first.current_site, waiting.user_stack, facts.source)),
     )  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import outsiders, parting
+from distdiag.diagnosis.culprit import outsiders, paths
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Sample, Snapshot
@@ -73,7 +73,7 @@ def _order(s: Snapshot, source: Source) -> Finding | Abstained:
     head = ""
     if (left_out := outsiders.left_out(made)) is not None:
         odd, alone = left_out
-        condition = parting.enclosing(alone.site, source)
+        condition = paths.enclosing(alone.site, source)
         guard = f": `{condition.text}` (line {condition.line})" if condition is not None else ""
         head = f"{rank_list(odd)} did not create the group of {rank_list(alone.ranks)}{at(alone.site)}{guard}; "
     every = tuple(sorted({q for g in made for q in g.ranks}))

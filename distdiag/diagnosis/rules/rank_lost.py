@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import parting
+from distdiag.diagnosis.culprit import paths
 from distdiag.diagnosis.endings import UNUSED, Cascade, End
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.known_errors import known
@@ -117,7 +117,7 @@ def _lost(facts: Facts) -> Finding:
     killed = first.life == Life.KILLED
     signal = signal_name(first.signal) if first.signal else "a signal"
     echoes = {q for q, k in facts.ends.items() if k in ("echo", "timeout") and q not in culprits}
-    left = parting.enclosing(first.current_site, facts.source) if not (killed or first.exception) else None
+    left = paths.enclosing(first.current_site, facts.source) if not (killed or first.exception) else None
     state = "killed" if killed else "crashed"
     shown = (known(first) or ("",))[0]
     condition = f", under `{left.text}` at line {left.line}" if left is not None else f"; {shown}" if shown else ""
@@ -134,7 +134,7 @@ def _lost(facts: Facts) -> Finding:
 
 
 def _repair(
-    first: RankState, culprits: list[int], victims: tuple[int, ...], echoes: set[int], left: parting.Condition | None
+    first: RankState, culprits: list[int], victims: tuple[int, ...], echoes: set[int], left: paths.Condition | None
 ) -> str:
     """Return what to do about an exception, or about an exit under a condition."""
     text = first.exception or ""

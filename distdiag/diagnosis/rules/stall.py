@@ -18,7 +18,7 @@ from functools import partial
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import parting, pending_exception
+from distdiag.diagnosis.culprit import paths, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site
@@ -33,8 +33,8 @@ from distdiag.diagnosis.polled import (
     nobody_sets,
     polled_loop,
 )
+from distdiag.diagnosis.text.conditions import conditions_text, decision_advice, left_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
-from distdiag.diagnosis.text.parting import conditions_text, decision_advice, left_text
 from distdiag.diagnosis.text.phrases import (
     NO_PROGRESS,
     at,
@@ -280,8 +280,8 @@ def _limit_s(facts: Facts, r: RankState, victims: Sequence[int], waited_s: float
         return limit_s
     if refined(_doing(r), line_at(r.current_site, facts.source)) not in ("user_code", "process"):
         return limit_s
-    guard = parting.rank_condition(r.user_stack, states[0].user_stack, facts.source)
-    return duty_s if guard is not None and guard.way is parting.Way.ALONE else limit_s
+    guard = paths.rank_condition(r.user_stack, states[0].user_stack, facts.source)
+    return duty_s if guard is not None and guard.way is paths.Way.ALONE else limit_s
 
 
 def _on_purpose(victim: RankState, late: int) -> bool:
@@ -473,7 +473,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
                 f", at `{why[0]}`{at(why[1])}" if why is not None else ""
             )
     # of a message each rank makes another half: which it has left out is not known
-    left = [] if call.p2p else parting.left_loop(r.user_stack, victim.user_stack, facts.source)
+    left = [] if call.p2p else paths.left_loop(r.user_stack, victim.user_stack, facts.source)
     if left:
         advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
     longest_s = r.longest_delay_s

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit.parting import Way, only_under
+from distdiag.diagnosis.culprit.paths import Way, only_under
 from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
@@ -26,8 +26,8 @@ from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.rules.replica_drift import limits as exchanged
+from distdiag.diagnosis.text.conditions import conditions_text
 from distdiag.diagnosis.text.drift import WAYS
-from distdiag.diagnosis.text.parting import conditions_text
 from distdiag.diagnosis.text.phrases import where, wheres
 from distdiag.diagnosis.text.template import Template, filled
 from distdiag.terms.operations import family

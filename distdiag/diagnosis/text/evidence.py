@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from distdiag.diagnosis.culprit.case import Reason, Testimony
-from distdiag.diagnosis.culprit.parting import Condition, Way
+from distdiag.diagnosis.culprit.paths import Condition, Way
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call
+from distdiag.diagnosis.text.conditions import diverge_text
 from distdiag.diagnosis.text.incident import calls_of
-from distdiag.diagnosis.text.parting import parting_text
 from distdiag.diagnosis.text.phrases import op_at, site_text
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.incidents import Root
@@ -49,7 +49,7 @@ def head_text(verdict: Verdict) -> str:
 def reason_text(verdict: Verdict) -> str:
     """Return the end of a sentence: what decided, and what explains it; without what `head_text` has."""
     shown, head = _shown(verdict), head_text(verdict)
-    return "".join(t.text + ("" if head else parting_text(t.conditions)) for t in shown)
+    return "".join(t.text + ("" if head else diverge_text(t.conditions)) for t in shown)
 
 
 def advice(verdict: Verdict) -> str:

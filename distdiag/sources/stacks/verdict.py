@@ -14,14 +14,14 @@ import msgspec
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import ahead, parting
+from distdiag.diagnosis.culprit import ahead, paths
 from distdiag.diagnosis.culprit.verdict import judge as judge_graph
 from distdiag.diagnosis.model.findings import Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, no_source
+from distdiag.diagnosis.text.conditions import diverge_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.incident_finding import incident_finding
-from distdiag.diagnosis.text.parting import parting_text
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where_stack, wheres, worker_text, workers_of
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.graph import WaitGraph, build
@@ -256,7 +256,7 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
     if len(sides) == 2 and not known:
         found = ahead.between(s.ranks, odd, rest, source)
         # the side that a condition on the rank leads away
-        led = parting.led_away(s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack, source)
+        led = paths.led_away(s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack, source)
         accused = list(found.ranks) if found is not None else (odd, rest)[led[1]] if led is not None else []
         known, odd, rest = bool(accused), accused or odd, [q for q in calls if q not in accused] if accused else rest
     yield _apart(s, odd, rest, known, still, source)
@@ -274,7 +274,7 @@ def _apart(
         odd=rank_list(odd), are=verb(odd, "is", "are"), rest=rank_list(rest), wait=verb(rest, "waits", "wait"),
         own=_op(own), own_site=own.site, other="a device synchronization" if theirs is None else _op(theirs),
         other_site=s.ranks[rest[0]].current_site if theirs is None else theirs.site,
-        reason=_on_rank(*stacks, source) or parting_text(parting.parting(*stacks, source)), still=still,
+        reason=_on_rank(*stacks, source) or diverge_text(paths.conditions_between(*stacks, source)), still=still,
     )  # fmt: skip
 
 
@@ -318,7 +318,7 @@ def _groups(s: Snapshot, seen: Mapping[int, Seen], sides: Sequence[Sequence[int]
 def _on_rank(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> str:
     """Return `; due to `if rank == 0` at a.py:3`: the condition that leads one rank elsewhere; often empty."""
     for a, b in ((mine, theirs), (theirs, mine)):
-        if (found := parting.rank_condition(a, b, source)) is not None:
+        if (found := paths.rank_condition(a, b, source)) is not None:
             return f"; due to `{found.text}`{at(found.site)}"
     return ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from distdiag.diagnosis.culprit.parting import Condition, Way
+from distdiag.diagnosis.culprit.paths import Condition, Way
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests
 from distdiag.diagnosis.model.findings import rank_list
@@ -16,7 +16,7 @@ from distdiag.terms.operations import op_name
 NO_WEIGHT = "of `0 * sum(p.sum() for p in model.parameters())`"
 
 
-def parting_text(conditions: Sequence[Condition]) -> str:
+def diverge_text(conditions: Sequence[Condition]) -> str:
     """Return `; they diverge at `if loss < 0.2` (train.py:6)`; empty without a condition."""
     return f"; they diverge at {shown}" if (shown := conditions_text(conditions)) else ""
 

@@ -7,17 +7,18 @@ import ast
 import pytest
 
 from distdiag.diagnosis.culprit.callers import call_stack, torn, with_callers
-from distdiag.diagnosis.culprit.parting import (
+from distdiag.diagnosis.culprit.paths import (
     Condition,
+    Pair,
     Way,
+    conditions_between,
     leaving,
-    parting,
     rank_condition,
     short_rounds,
 )
 from distdiag.diagnosis.model.rank_tests import reads_clock
 from distdiag.diagnosis.model.snapshot import Call, Site
-from distdiag.diagnosis.text.parting import decision_advice
+from distdiag.diagnosis.text.conditions import decision_advice
 from tests.diagnosis.test_rank_condition import FILE, places
 
 
@@ -25,7 +26,7 @@ def part(source: str, mine: list[tuple[str, str]], theirs: list[tuple[str, str]]
     """Return the texts of the conditions; frames are (mark, function), innermost first."""
     text, at = places(source)
     stacks = [[Site(FILE, at[m], f) for m, f in frames] for frames in (mine, theirs)]
-    return [c.text for c in parting(stacks[0], stacks[1], {FILE: text}.get)]
+    return [c.text for c in conditions_between(stacks[0], stacks[1], {FILE: text}.get)]
 
 
 STEP = """
@@ -302,7 +303,7 @@ def test_a_parameter_that_a_caller_gives_a_comparison_of_the_rank_is_a_condition
     sources = {FILE: text, "/job/main.py": main}
     mine = (Site(FILE, at["C"], "compute"), Site(FILE, at["B"], "log"), Site("/job/main.py", 2, "<module>"))
     theirs = (Site("/job/main.py", 3, "<module>"),)
-    assert [c.text for c in parting(mine, theirs, sources.get)] == ["if not self.enabled"]
+    assert [c.text for c in conditions_between(mine, theirs, sources.get)] == ["if not self.enabled"]
     found = rank_condition(mine, theirs, sources.get)
     assert found is not None and found.line == at["B"] - 4
 
@@ -345,7 +346,7 @@ def test_callers_of_a_call_on_a_device_are_found_after_its_function_has_returned
     assert callers("A push", "G learner") == []  # two calls: which of them is not known
     assert callers("B update", "D actor") == []  # the method of another object
     stack = call_stack(sites("A push"), sites("D actor"), {FILE: text}.get)
-    assert [c.text for c in parting(stack, sites("E actor"), {FILE: text}.get)] == ["if len(episode) < 2"]
+    assert [c.text for c in conditions_between(stack, sites("E actor"), {FILE: text}.get)] == ["if len(episode) < 2"]
 
 
 def test_the_condition_around_sys_exit_is_found() -> None:
@@ -382,7 +383,7 @@ def test_a_stale_caller_of_a_killed_rank_is_corrected() -> None:
 def test_a_source_that_cannot_be_read_has_no_conditions() -> None:
     mine, theirs = [Site(FILE, 3, "main")], [Site(FILE, 9, "main")]
     for source in ({}.get, {FILE: "def (:"}.get, {FILE: ""}.get):
-        assert parting(mine, theirs, source) == []
+        assert conditions_between(mine, theirs, source) == []
 
 
 SHARED_HELPER = """
@@ -454,10 +455,11 @@ def test_what_never_changes_in_a_rank_did_not_lead_it_away_this_time() -> None:
     assert [c.text for c in short_rounds(stack, {FILE: text}.get)] == ["if x.numel() == 0"]
     sends = {mark: (Site(FILE, at[mark], "work"),) for mark in "CD"}
     texts = {
-        mark: [c.text for c in parting((stack[1],), to, {FILE: text}.get, changed=True)] for mark, to in sends.items()
+        mark: [c.text for c in conditions_between((stack[1],), to, {FILE: text}.get, Pair(changed=True))]
+        for mark, to in sends.items()
     }
     assert texts == {"C": [], "D": ["if self.heard is x"]}
-    assert [c.text for c in parting((stack[1],), sends["C"], {FILE: text}.get)] == ["if not self.tail"]
+    assert [c.text for c in conditions_between((stack[1],), sends["C"], {FILE: text}.get)] == ["if not self.tail"]
 
 
 EPOCHS = """
@@ -558,7 +560,9 @@ def test_frames_are_equal_whether_or_not_one_knows_its_callers() -> None:
         site = Site(FILE, line, function, site)
         mine = (site, *mine)
     theirs = Site(FILE, at["B"], "run"), Site(FILE, at["D"], "main"), Site(FILE, at["E"], "<module>")
-    assert [(c.text, c.way) for c in parting(mine, theirs, {FILE: text}.get)] == [("while not stopped()", Way.LEFT)]
+    assert [(c.text, c.way) for c in conditions_between(mine, theirs, {FILE: text}.get)] == [
+        ("while not stopped()", Way.LEFT)
+    ]
 
 
 def test_a_loop_that_an_exception_can_have_left_has_not_ended_early_for_sure() -> None:
@@ -572,7 +576,9 @@ def test_a_loop_that_an_exception_can_have_left_has_not_ended_early_for_sure() -
         agree(oom)  # B
     """)
     mine, theirs = (Site(FILE, at["B"], "fit"),), (Site(FILE, at["A"], "fit"),)
-    assert [c.text for c in parting(mine, theirs, {FILE: text}.get, again=True)] == ["except MemoryError"]
+    assert [c.text for c in conditions_between(mine, theirs, {FILE: text}.get, Pair(again=True))] == [
+        "except MemoryError"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -598,7 +604,7 @@ def test_a_loop_has_ended_early_if_no_comprehension_makes_its_call_again(merged:
         all_gather(value)  # E
     """)
     theirs = [Site(FILE, at[m], f) for m, f in (("E", "gather"), ("A", "sync"), ("B", "compute"), ("C", "main"))]
-    found = parting([Site(FILE, at["D"], "main")], theirs, {FILE: text}.get, again=True)
+    found = conditions_between([Site(FILE, at["D"], "main")], theirs, {FILE: text}.get, Pair(again=True))
     assert [c.text for c in found] == [loop]
 
 
@@ -628,7 +634,7 @@ def test_a_rank_that_makes_its_call_once_more_has_stayed_in_the_loop_around_it(s
         [Site(FILE, at[m], f) for m, f in frames]
         for frames in ((("A", "solve"), ("C", "main")), (("B", "average"), ("D", "main")))
     )
-    (found,) = parting(mine, theirs, {FILE: source}.get, stays=stays)
+    (found,) = conditions_between(mine, theirs, {FILE: source}.get, Pair(stays=stays))
     assert (found.text, found.way) == (text, Way.STAYED if stays else Way.SKIPPED)
 
 
@@ -650,7 +656,7 @@ def test_what_a_handler_tries_again_has_been_made_once_by_all(stays: bool, way: 
             robust(save, names)  # D
     """)
     mine = [Site(FILE, at[m], f) for m, f in (("B", "save"), ("A", "robust"), ("D", "main"))]
-    (found,) = parting(mine, [Site(FILE, at["C"], "main")], {FILE: text}.get, stays=stays)
+    (found,) = conditions_between(mine, [Site(FILE, at["C"], "main")], {FILE: text}.get, Pair(stays=stays))
     assert (found.text, found.way) == ("except OSError as e", way)
 
 
@@ -686,7 +692,7 @@ def test_a_break_of_the_outer_loop_comes_before_the_end_of_an_inner_for(inner: s
             all_gather(batch)  # C
     """)
     theirs = [Site(FILE, at["A"], "update"), Site(FILE, at["B"], "main")]
-    (found,) = parting([Site(FILE, at["C"], "main")], theirs, {FILE: source}.get, again=True)
+    (found,) = conditions_between([Site(FILE, at["C"], "main")], theirs, {FILE: source}.get, Pair(again=True))
     assert (found.text, found.way) == (text, Way.LEFT)
 
 
@@ -703,7 +709,7 @@ def test_a_break_before_a_call_ends_the_loop_and_not_only_this_round(leave: str,
         barrier()  # C
     """)
     inside, after = [Site(FILE, at["A"], "run"), Site(FILE, at["B"], "main")], [Site(FILE, at["C"], "main")]
-    found = [parting(*stacks, {FILE: text}.get) for stacks in ((inside, after), (after, inside))]
+    found = [conditions_between(*stacks, {FILE: text}.get) for stacks in ((inside, after), (after, inside))]
     assert [(c.text, c.way) for (c,) in found] == [("if self.done()", way) for way in ways]
 
 
@@ -729,4 +735,4 @@ def test_a_condition_in_a_function_that_the_others_may_never_have_run_is_not_nam
             self.step(batch)  # C
     """)
     mine, theirs = [Site(FILE, at["A"], "norms"), Site(FILE, at["B"], "run")], [Site(FILE, at["C"], "run")]
-    assert [c.text for c in parting(mine, theirs, {FILE: source}.get, alone=alone)] == texts
+    assert [c.text for c in conditions_between(mine, theirs, {FILE: source}.get, Pair(alone=alone))] == texts

@@ -1,6 +1,6 @@
 """Finds where the paths of two ranks diverge: the guards of one rank's call that are not guards of the other's.
 
-`rank_condition` reads only guards on the rank and can decide who the culprit is. `parting` reads guards on
+`rank_condition` reads only guards on the rank and can decide who the culprit is. `conditions_between` reads guards on
 anything (a loss, an exception, a loop that ends earlier): it explains a culprit and never decides who it is.
 """
 
@@ -16,7 +16,7 @@ from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.callers import function_key
 from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
-from distdiag.diagnosis.model.guards import Guard, Kind
+from distdiag.diagnosis.model.guards import Guard, GuardKind
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
 
@@ -64,7 +64,7 @@ class _Placed(NamedTuple):
     shared: bool
     given: frozenset[str]
 
-    def key(self, kind: Kind) -> object:
+    def key(self, kind: GuardKind) -> object:
         """Return the key of the same statement as a guard of this kind: a loop around a line, or one that ended."""
         return self.guard._replace(kind=kind).key
 
@@ -117,7 +117,7 @@ def _path(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Path
     own = [p for p in itertools.chain(*frames) if not passed_by_both(p)]
     common = [p for p in frames[0] if p.guard.key in shared] if together else []
     around = (p for i in range(start) for p in _guards(a, i, source, False))
-    once = not any(p.guard.kind is Kind.INSIDE for p in (*around, *common))
+    once = not any(p.guard.kind is GuardKind.INSIDE for p in (*around, *common))
     return _Path(own, common, frozenset(shared), together and b[start].line > a[start].line, once)
 
 
@@ -140,7 +140,7 @@ def takes_turns(site: Site, source: Source) -> bool:
 
 def _keeps_to_some(guard: Guard) -> bool:
     """True for a branch that another rank may not need: the other branch calls nothing."""
-    return guard.kind is Kind.HOLDS and not guarding.other_branch_calls(guard)
+    return guard.kind is GuardKind.HOLDS and not guarding.other_branch_calls(guard)
 
 
 def _ways_out(loop: _Placed, by: tuple[type[ast.stmt], ...]) -> Iterator[_Placed]:
@@ -163,49 +163,56 @@ def _condition(placed: _Placed, way: Way) -> Condition | None:
 # -- conditions on anything --------------------------------------------------------------------------------------------
 
 
-def parting(
-    mine: Sequence[Site],
-    theirs: Sequence[Site],
-    source: Source,
-    ahead: bool = False,
-    as_often: Callable[[str, ast.AST], bool] = lambda file, statement: False,
-    changed: bool = False,
-    again: bool = False,
-    stays: bool = False,
-    alone: bool = False,
+class Pair(NamedTuple):
+    """What is known about two ranks, besides where they are.
+
+    Attributes:
+        ahead: Both are in the same round of their loops. The rank further down has passed the other's call; the
+            other has not evaluated yet what leads on from there.
+        as_often: True for a loop (file, statement) that this rank has run as often as the other: it has not ended early.
+        changed: Both stacks are of one rank, which went the other way before. A test that never changes in a rank is not the reason.
+        again: Both made the call before at the other's site. So this rank has left the loop around that site.
+        stays: Both made the call before at this rank's site, in the same step. So this rank is still in the loop around it.
+        alone: The other has never made a call at this rank's site. It may never have run the function that makes the call.
+    """
+
+    ahead: bool = False
+    as_often: Callable[[str, ast.AST], bool] = lambda file, statement: False
+    changed: bool = False
+    again: bool = False
+    stays: bool = False
+    alone: bool = False
+
+
+def conditions_between(
+    mine: Sequence[Site], theirs: Sequence[Site], source: Source, pair: Pair | None = None
 ) -> list[Condition]:
     """Return the conditions that can lead to one site and not to another; only those of the most likely sort.
 
     Args:
         mine, theirs: The user's frames of two ranks, innermost first. `mine` is empty if that rank has ended.
-        ahead: The ranks are in the same round of their loops, so the one further down has passed the other's
-            call. The other has not evaluated what leads from there on.
-        as_often: True for a loop of a file that this rank has run as often as the other: it has not ended early.
-        changed: Both are of one rank, which went the other way before: what never changes in a rank did not lead it away.
-        again: The call before was made at the other's place by both: this rank has left the loop around it.
-        stays: It was made at this rank's place by both, in the same step: this rank is still in the loop around it.
-        alone: The other has never made a call at this rank's place, so maybe never run the function that makes it.
     """
+    pair = pair or Pair()
     mine, theirs = _from_one_caller(mine, theirs)
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
         return []
     if mine and mine[0] == theirs[0] and (set(mine) <= set(theirs) or set(theirs) <= set(mine)):
         return []  # one place, and the callers of a rank that was killed are not all known
     my_path, their_path = _path(mine, theirs, source), _path(theirs, mine, source)
-    held, left_there, tries = _tries(my_path, their_path, ahead, as_often)
-    if again and not _repeated(theirs, source):
+    held, left_there, tries = _tries(my_path, their_path, pair)
+    if pair.again and not _repeated(theirs, source):
         tries = [*((Way.LEFT, sort) for sort in _innermost(their_path)), *tries]
-    if stays and not _repeated(mine, source):
+    if pair.stays and not _repeated(mine, source):
         tries = [*((Way.STAYED, sort) for sort in _innermost(my_path)), *tries]
     # no two ranks read the same time, so a test of a clock comes first
     clocked = [(way, [p for p in sort if rank_tests.reads_clock(p.guard.test, p.text)]) for way, sort in tries]
     for way, sort in (*clocked, *tries):
-        found = [p for p in sort if _can_differ(p, bool(mine)) and not (changed and _is_fixed(p))]
-        if found and found[0].guard.kind is Kind.INSIDE:
+        found = [p for p in sort if _can_differ(p, bool(mine)) and not (pair.changed and _is_fixed(p))]
+        if found and found[0].guard.kind is GuardKind.INSIDE:
             found = found[:1]  # the outermost of nested loops
-        if alone and sort is held:
+        if pair.alone and sort is held:
             found = _surely_evaluated(my_path, found, bool(mine))
-        made = ((p, _condition(p, _way_of(p, way, stays))) for p in found)
+        made = ((p, _condition(p, _way_of(p, way, pair.stays))) for p in found)
         conditions = {c: _reads_rank(p) for p, c in made if c is not None}
         asked = [c for c, reads in conditions.items() if reads]
         if conditions and not asked and sort is held:
@@ -235,21 +242,23 @@ def tried_until_success(condition: Condition, source: Source) -> bool:
 
 
 def _tries(
-    my_path: _Path, their_path: _Path, ahead: bool, as_often: Callable[[str, ast.AST], bool]
+    my_path: _Path, their_path: _Path, pair: Pair
 ) -> tuple[list[_Placed], list[list[_Placed]], list[tuple[Way, list[_Placed]]]]:
     """Return (branches that only this rank is in, what it can have missed the other's call by, all sorts, the likeliest first)."""
     # a rank that is still in a helper, which the other has left, may only be later
     held, *left = _sorts(my_path._replace(returned=False))
-    if ahead and their_path.returned:
+    if pair.ahead and their_path.returned:
         held, left = [], []
     held_there, *left_there = _sorts(their_path)
-    left_there = [[p for p in sort if not as_often(p.site.file, p.guard.node)] for sort in left_there]
+    left_there = [[p for p in sort if not pair.as_often(p.site.file, p.guard.node)] for sort in left_there]
     # what ends a round early in a loop of both: a round ago
     rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
     missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
     others_left = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
     # the same in a loop that has ended for this rank, and has as many rounds on every rank
-    ended = (p for p in their_path.own if p.guard.kind is Kind.INSIDE and p.key(Kind.ENDED) in their_path.others)
+    ended = (
+        p for p in their_path.own if p.guard.kind is GuardKind.INSIDE and p.key(GuardKind.ENDED) in their_path.others
+    )
     even = (p for p in ended if p.shared and not _can_differ(p, alive=True))
     shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
     tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *others_left]
@@ -259,7 +268,7 @@ def _tries(
 def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
     """Return what ends a round early in the innermost loop around a call that was made twice, without what follows in the round."""
     guards = (p for i in range(len(stack)) for p in reversed(_guards(stack, i, source, False)))
-    loop = next((p for p in guards if p.guard.kind is Kind.INSIDE), None)
+    loop = next((p for p in guards if p.guard.kind is GuardKind.INSIDE), None)
     ways = _ways_out(loop, (ast.Continue,)) if loop is not None else ()
     found = (p for p in ways if _can_differ(p, alive=True) and not _is_fixed(p))
     return [c for p in found if (c := _condition(p, Way.ROUND)) is not None][-SHOWN:]
@@ -276,28 +285,30 @@ def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -
     """True if the first of two ranks is in no branch that the other is not in; False if a source cannot be read."""
     if any(tree_of(site.file, source) is None for site in (*mine, *theirs)):
         return False
-    return not any(p.guard.kind is Kind.HOLDS for p in _path(mine, theirs, source).own)
+    return not any(p.guard.kind is GuardKind.HOLDS for p in _path(mine, theirs, source).own)
 
 
 def _sorts(path: _Path) -> tuple[list[_Placed], ...]:
-    """Return the guards through which the other rank can have missed this rank's call, by sort.
+    """Return the guards by which the other rank can have missed this rank's call, in four lists.
 
-    Branches that only this one is in, with what leaves a function before them; what leaves before it; what leaves a loop that it is in; loops that have
-    ended for the other.
+    1. Branches around the call; in a function that only this rank is in, also what leaves it before such a branch.
+    2. Each `return`, `continue` or `break` before the call.
+    3. Each statement that leaves a loop around the call.
+    4. Loops around the call that have ended for the other rank.
     """
     on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p))
     own = path.own[: next(on_rank, len(path.own)) + 1]  # the other never evaluates what is in a branch for some ranks
-    still_in = [p.guard.node for p in own if p.guard.kind is Kind.ENDED and p.key(Kind.INSIDE) in path.others]
+    still_in = [p.guard.node for p in own if p.guard.kind is GuardKind.ENDED and p.key(GuardKind.INSIDE) in path.others]
     if path.once and still_in:  # nor what comes after a loop that it has not left
         own = own[
-            : 1 + next(i for i, p in enumerate(own) if p.guard.node is still_in[0] and p.guard.kind is Kind.ENDED)
+            : 1 + next(i for i, p in enumerate(own) if p.guard.node is still_in[0] and p.guard.kind is GuardKind.ENDED)
         ]
-    holds, breaks, ends = [p for p in own if p.guard.kind is Kind.HOLDS], [], []
-    passed = (p for p in own if p.guard.kind is Kind.PASSED and not isinstance(p.guard.way_out, ast.Raise))
+    holds, breaks, ends = [p for p in own if p.guard.kind is GuardKind.HOLDS], [], []
+    passed = (p for p in own if p.guard.kind is GuardKind.PASSED and not isinstance(p.guard.way_out, ast.Raise))
     skips = [p for p in passed if not any(syntax.within(loop, p.guard.line) for loop in still_in)]
     for p in own:
-        if p.guard.kind is Kind.INSIDE:
-            behind = p.shared and p.key(Kind.ENDED) in path.others  # in its function: no `return` leads there
+        if p.guard.kind is GuardKind.INSIDE:
+            behind = p.shared and p.key(GuardKind.ENDED) in path.others  # in its function: no `return` leads there
             breaks += _ways_out(p, (ast.Break,) if behind else _LEAVES)
             ends += [p] * (behind or (path.returned and not p.shared))
     # what ends a round does not end a loop that the other has left, if that ends by data
@@ -312,7 +323,7 @@ def _sorts(path: _Path) -> tuple[list[_Placed], ...]:
 def _innermost(path: _Path) -> Iterator[list[_Placed]]:
     """Yield what leaves the innermost loop around a call, what leaves the loops around it if it is a `for`, which mostly ends by itself,
     and the loop; nothing if an exception may have left it."""
-    loops = [p for p in reversed(path.own) if p.guard.kind is Kind.INSIDE]
+    loops = [p for p in reversed(path.own) if p.guard.kind is GuardKind.INSIDE]
     if not loops or any(isinstance(p.guard.node, ast.ExceptHandler) for p in path.own):
         return
     for loop in loops if isinstance(loops[0].guard.node, ast.For) else loops[:1]:
@@ -325,7 +336,7 @@ def _surely_evaluated(path: _Path, found: list[_Placed], alive: bool) -> list[_P
     if not found or found[0].shared or any(_reads_rank(p) for p in found):
         return found
     around = path.own[: path.own.index(found[0])]
-    loops = [p for p in around if p.guard.kind is Kind.INSIDE and _can_differ(p, alive)]
+    loops = [p for p in around if p.guard.kind is GuardKind.INSIDE and _can_differ(p, alive)]
     return [p for p in (*loops, *found) if not _reads_gradient(p)]
 
 
@@ -379,7 +390,7 @@ def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[C
     """
     if syntax.exits_process(syntax.statement_at(site, source)):
         return [around._replace(way=Way.SKIPPED)] if (around := enclosing(site, source)) is not None else []
-    return parting((), theirs, source)
+    return conditions_between((), theirs, source)
 
 
 def left_loop(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> list[Condition]:
@@ -390,7 +401,7 @@ def left_loop(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> l
     mine, theirs = _from_one_caller(mine, theirs)
     if not mine or not theirs or not _path(theirs, mine, source).once:
         return []
-    found = parting(mine, theirs, source)
+    found = conditions_between(mine, theirs, source)
     return found if {c.way for c in found} == {Way.LEFT} else []
 
 
@@ -406,7 +417,7 @@ def left_around(after: Site | None, due: Site | None, made: Site | None, source:
     places = {(x.file, x.function) for x in ends}
     if len(places) > 1 or any((x.file, x.function) in places for x in here):
         return []
-    around, others = ([p for p in _guards([x], 0, source, True) if p.guard.kind is Kind.INSIDE] for x in ends)
+    around, others = ([p for p in _guards([x], 0, source, True) if p.guard.kind is GuardKind.INSIDE] for x in ends)
     keys = {p.guard.key for p in others}
     loop = next((p for p in reversed(around) if p.guard.key in keys), None)
     for sort in ([*_ways_out(loop, _LEAVES)], [loop]) if loop is not None else ():
@@ -434,17 +445,19 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
         if found is not None and placed.site != found.site:
             break  # the innermost condition in the outermost function with one
         guard, ways = placed.guard, []
-        if guard.kind is Kind.ENDED and placed.key(Kind.INSIDE) in path.others:  # a loop that ended, by its `break`
-            ways = [p._replace(guard=p.guard._replace(kind=Kind.ENDED)) for p in _ways_out(placed, (ast.Break,))]
-        elif guard.kind is Kind.PASSED or _keeps_to_some(guard):
+        if (
+            guard.kind is GuardKind.ENDED and placed.key(GuardKind.INSIDE) in path.others
+        ):  # a loop that ended, by its `break`
+            ways = [p._replace(guard=p.guard._replace(kind=GuardKind.ENDED)) for p in _ways_out(placed, (ast.Break,))]
+        elif guard.kind is GuardKind.PASSED or _keeps_to_some(guard):
             ways = [placed]
         found = next((p for p in ways if _reads_rank(p)), found)
     if found is None:
         return None
     guard = found.guard
     names_it = rank_tests.names_one_rank(guard.test) is (guard.branch == "body")
-    leaves = guard.kind is Kind.PASSED and names_it
-    return _condition(found, Way.SKIPPED if leaves else Way.LEFT if guard.kind is Kind.ENDED else Way.ALONE)
+    leaves = guard.kind is GuardKind.PASSED and names_it
+    return _condition(found, Way.SKIPPED if leaves else Way.LEFT if guard.kind is GuardKind.ENDED else Way.ALONE)
 
 
 def led_away(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> tuple[Condition, int] | None:
@@ -467,7 +480,9 @@ def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition 
     if site is None or tree is None:
         return None
     kinds = (ast.If, ast.IfExp) if callee else ast.If
-    around = [g for g in guarding.guards(tree, site.line, callee) if g.kind is Kind.HOLDS and isinstance(g.node, kinds)]
+    around = [
+        g for g in guarding.guards(tree, site.line, callee) if g.kind is GuardKind.HOLDS and isinstance(g.node, kinds)
+    ]
     held = [g for g in around if g.branch == "body"]
     if not held:
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from distdiag.diagnosis.culprit.callers import is_inside
-from distdiag.diagnosis.culprit.parting import Condition, Way
+from distdiag.diagnosis.culprit.paths import Condition, Way
 from distdiag.diagnosis.model.snapshot import Call, Site
-from distdiag.diagnosis.text.parting import decision_advice
+from distdiag.diagnosis.text.conditions import decision_advice
 from tests.diagnosis.test_rank_condition import FILE
 
 LEADS_PAST = "on rank 1, too, where `if n > 0` at line 3 leads past it"

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from distdiag.diagnosis.culprit import callers, parting
+from distdiag.diagnosis.culprit import callers, paths
 from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Call, Life, Model, RankState, Site, Step
 from distdiag.diagnosis.rules import deadlock, mismatch
 from distdiag.diagnosis.text.finding import finding_lines
 from tests.diagnosis.made import findings
-from tests.diagnosis.test_parting import FIT, FLUSH, STEP
+from tests.diagnosis.test_paths import FIT, FLUSH, STEP
 from tests.diagnosis.test_rank_condition import FILE, places
 from tests.diagnosis.waits import call, key, only, rank, snapshot
 
@@ -187,9 +187,9 @@ def test_a_decorator_that_lets_one_rank_run_a_function_is_a_condition_on_the_ran
     """)
     mine = (Site(FILE, at["A"], "log_epoch"), Site(FILE, at["C"], "fit"))
     theirs = (Site(FILE, at["B"], "fit"),)
-    found = parting.rank_condition(mine, theirs, {FILE: text}.get)
+    found = paths.rank_condition(mine, theirs, {FILE: text}.get)
     assert found is not None and found.text == f"@{decorator}"
-    assert parting.rank_condition(theirs, mine, {FILE: text}.get) is None
+    assert paths.rank_condition(theirs, mine, {FILE: text}.get) is None
 
 
 def test_the_exception_handler_that_skips_a_message_is_named() -> None:
@@ -351,8 +351,8 @@ def test_the_condition_is_in_the_code_of_the_rank_nearest_to_the_culprit() -> No
     """)
     send, actor, learner = (Site(FILE, at[m], "run") for m in "SAL")
     assert callers.nearest((send,), {0: (learner,), 2: (actor,)}, {FILE: text}.get) == 2
-    assert [c.text for c in parting.parting((send,), (actor,), {FILE: text}.get)] == ["if not rows"]
-    assert parting.parting((send,), (learner,), {FILE: text}.get) == []
+    assert [c.text for c in paths.conditions_between((send,), (actor,), {FILE: text}.get)] == ["if not rows"]
+    assert paths.conditions_between((send,), (learner,), {FILE: text}.get) == []
 
 
 def test_roles_whose_lines_have_met_before_are_not_parted_by_a_condition_of_one_role() -> None:
