@@ -20,7 +20,6 @@ PROJECT = Path(__file__).resolve().parents[1]
 PAGES = PROJECT / "docs" / "findings"
 MESSAGES = PROJECT / "tests" / "faults" / "messages.golden.txt"
 POLL_S, EVALUATION_S = 0.25, 1.0  # how often a kind is evaluated: Kind.every_poll
-JOBS = re.compile(r"\s*Faulty jobs: (.*?)\.\s+Healthy look-alikes: (.*?)\.\s*$", re.DOTALL)
 
 ABOUT = """\
 A finding is *proved* if it stays true whatever the job does next, and *suspected* if the evidence points to it. It is cleared when the
@@ -131,8 +130,7 @@ FIRST_STEPS: dict[str, tuple[str, str]] = {
 
 def pages() -> dict[str, str]:
     """Return the text of every page by file name."""
-    manifest = json.loads((PROJECT / "tests" / "faults" / "manifest.json").read_text())
-    jobs = {job["name"]: job["diagnosis"] for job in manifest["jobs"]}
+    jobs = json.loads((PROJECT / "tests" / "faults" / "manifest.json").read_text())["jobs"]
     rules = {rule.kind.name: rule for rule in RULES}
     out = {f"{name}.md": _page(kind, rules.get(name), jobs) for name, kind in KINDS.items()}
     out["README.md"] = _index()
@@ -178,25 +176,30 @@ def _about(rule: Rule | None) -> str:
 def _meaning(rule: Rule | None) -> str:
     if rule is None:
         return "distdiag itself cannot see something, or a dump is missing."
-    text = JOBS.sub("", _about(rule)).partition(": ")[2]
+    text = _about(rule).partition(": ")[2]
     return text[0].upper() + text[1:]
 
 
-def _page(kind: Kind, rule: Rule | None, jobs: dict[str, str]) -> str:
+def _page(kind: Kind, rule: Rule | None, jobs: list[dict[str, Any]]) -> str:
+    own, like = _jobs(kind, jobs)
     parts = [
         f"# {kind.name}",
         _meaning(rule),
         f"**In short**: {FIRST_STEPS[kind.name][0]}.",
         f"**Check first**: {FIRST_STEPS[kind.name][1]}.",
         f"`distdiag diagnose RUN --why {kind.name}` prints why it was found or not.",
-        *_example(kind, rule),
+        *_example(kind, own),
         "## When it is reported",
         _policy(kind),
     ]
     if rule is not None:
         limits = _limits(rule) if rule.limits is not None else ""
         parts += ["## Limits", limits] if limits else []
-        parts += _jobs(rule, jobs)
+        parts += [
+            f"## {title}\n\n" + "\n".join(f"- `{name}`: {text}" for name, text in of.items())
+            for title, of in (("Faulty jobs", own), ("Healthy look-alikes", like))
+            if of
+        ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -242,10 +245,9 @@ def _value(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _example(kind: Kind, rule: Rule | None) -> list[str]:
-    """Return the worst message of the recorded jobs with this kind, first of the rule's own jobs."""
-    found = JOBS.search(_about(rule))
-    own = re.findall(r"\w+", found[1]) if found else []
+def _example(kind: Kind, own: dict[str, str]) -> list[str]:
+    """Return the worst message of the recorded jobs with this kind, first of the kind's own jobs."""
+    first = list(own)
     messages = [
         (job, message.strip("\n"))
         for job, _, text in (block.partition("\n") for block in MESSAGES.read_text().split("\n\n"))
@@ -259,7 +261,7 @@ def _example(kind: Kind, rule: Rule | None) -> list[str]:
         backend, _, name = item[0].partition("/")
         head = item[1].splitlines()[0]
         severity = next((i for i, word in enumerate(("error", "warning", "info")) if word in head), 3)
-        return severity, own.index(name) if name in own else len(own), backend != "gloo"
+        return severity, first.index(name) if name in own else len(own), backend != "gloo"
 
     job, message = min(messages, key=order)
     backend, _, name = job.partition("/")
@@ -268,15 +270,15 @@ def _example(kind: Kind, rule: Rule | None) -> list[str]:
     return ["## Example", f"The recorded job `{name}`, on {on}; `~` is a measured value.", f"```text\n{text}\n```"]
 
 
-def _jobs(rule: Rule, jobs: dict[str, str]) -> list[str]:
-    found = JOBS.search(_about(rule))
-    assert found is not None
-    out: list[str] = []
-    for title, text in zip(("Faulty jobs", "Healthy look-alikes"), found.groups(), strict=True):
-        names = [name for name in re.findall(r"\w+", text) if name in jobs]
-        if names:
-            out += [f"## {title}", "\n".join(f"- `{name}`: {jobs[name]}" for name in names)]
-    return out
+def _jobs(kind: Kind, jobs: list[dict[str, Any]]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return what is wrong in the faulty jobs in which this kind is right, best first, and what the healthy ones do that look like them."""
+
+    def rank(job: dict[str, Any]) -> int:
+        return job["expected"]["kinds_any_or_all"].index(kind.name)
+
+    own = sorted((job for job in jobs if kind.name in job["expected"]["kinds_any_or_all"]), key=rank)
+    like = (job for job in jobs if kind.name in job.get("looks_like", ()))
+    return {job["name"]: job["diagnosis"] for job in own}, {job["name"]: job["diagnosis"] for job in like}
 
 
 if __name__ == "__main__":

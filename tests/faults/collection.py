@@ -84,6 +84,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     plain_outcome: Outcome
     expected: Expected = Expected()
     positions: tuple[Position, ...] = ()
+    looks_like: tuple[
+        str, ...
+    ] = ()  # kinds of findings that a healthy job must not have, though it resembles their jobs
     unused_parameters: dict[str, tuple[str, ...]] | None = None
     launch: Literal["torchrun", "python"] = "torchrun"  # python: the script spawns its ranks itself
     file: str | None = None  # default jobs/NAME.py

@@ -3,8 +3,6 @@ computation.
 
 If one rank is late, the others wait for it: that is a straggler instead. On a device backend no
 host waits in a collective, so DDP's own timings are used.
-
-Faulty jobs: wide_sync. Healthy look-alikes: overlap_async.
 """
 
 from __future__ import annotations

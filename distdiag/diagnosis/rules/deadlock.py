@@ -2,11 +2,6 @@
 
 A cycle of waits, a wait for a rank that ended or is stopped, calls from different sites in one collective, a file lock held
 across a collective, or a rank that finished while the others continued.
-
-Faulty jobs: unet_cells, tensor_rows, mesh_factors, heat_halo, pipe_chunks, ring_attention, polite_night, contrastive_nb,
-fsdp_notes, spawn_early, health_check, plateau_break, shard_votes, gpipe_padding, cache_flock, quiet_except,
-memory_skip, peer_swap, rescue_save.
-Healthy look-alikes: memory_crop, rescue_agreed, main_eval, groups_apart, pipe_three, exit_zero, rebuild_pg, staged_team, split_dev.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """duplicate_data: ranks train on the same batches or samples, the workers of a loader all give the same, or every epoch has the
 same order.
 Batches are compared by fingerprints, and the samples of a first epoch that ends by hashes.
-
-Faulty jobs: noise_seeds, same_shuffle, frozen_order, char_windows, no_group, bird_calls.
-Healthy look-alikes: noise_fine, param_server, groups_apart, no_dist.
 """
 
 from __future__ import annotations

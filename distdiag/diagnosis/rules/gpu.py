@@ -1,7 +1,4 @@
-"""gpu: errors that a card's driver reports, a slowed card, and one that is idle while the job runs or busy while it hangs.
-
-Faulty jobs: none in the collection, which runs without a GPU (tests/diagnosis/rules/test_gpu.py). Healthy look-alikes: all.
-"""
+"""gpu: errors that a card's driver reports, a slowed card, and one that is idle while the job runs or busy while it hangs."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 torch warns of the first, and the call returns at once: the rank continues with its own values. Of the second it says nothing. A
 group is named by its number among the `new_group` calls, and its members find each other by that name.
-
-Faulty jobs: outsider_sum. Healthy look-alikes: insider_sum.
 """
 
 from __future__ import annotations

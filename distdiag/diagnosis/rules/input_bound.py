@@ -2,8 +2,6 @@
 
 If only one rank waits for data it is a straggler. If the first batch of each epoch costs most, its
 workers should stay from one epoch to the next.
-
-Faulty jobs: decode_bound. Healthy look-alikes: worker_pool, rate_limited.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""memory: host or device memory that grows, differs between ranks, or is nearly full.
-
-Faulty jobs: loss_history (growth), rank0_cache (imbalance). Healthy look-alikes: growing_context,
-worker_pool.
-"""
+"""memory: host or device memory that grows, differs between ranks, or is nearly full."""
 
 from __future__ import annotations
 

@@ -2,10 +2,6 @@
 
 Proved by the wait-for graph while the ranks wait, by how the backend aborted them, or by a collective that completed
 although the calls differ: then the job continues with wrong values.
-
-Faulty jobs: grad_reduce, asr_preds, lesion_metrics, best_worker, active_sites, vocab_build, tagger_heads, gan_scores,
-charlm_clip, box_matching, token_budget, moe_capacity, patent_claims. Healthy look-alikes: padded_gather, cyclegan_fine,
-empty_records, token_nosync, moe_popular, patent_halves.
 """
 
 from __future__ import annotations

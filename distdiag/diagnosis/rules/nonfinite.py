@@ -1,8 +1,6 @@
 """nonfinite: a loss or gradient is NaN or infinite; on which rank first, and whether its batch already had NaN.
 
 A loss that is infinite while its gradients are finite is an info: a large loss scale does that, too.
-
-Faulty jobs: log_poisson, norm_grad. Healthy look-alikes: half_scaler.
 """
 
 from __future__ import annotations

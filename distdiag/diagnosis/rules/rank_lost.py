@@ -1,10 +1,6 @@
 """rank_lost: a rank was killed, crashed, or went silent while the job continues, and nothing in the job explains it.
 
 If several ranks ended, the first end that no other end explains is the cause; see `endings`.
-
-Faulty jobs: video_oom, oom_rank, fused_norm, parquet_rows, custom_grad, label_guard, resume_opt, quiet_except,
-ckpt_parts.
-Healthy look-alikes: exit_zero, spawn_fine, no_dist.
 Idle workers that their launcher ends are no lost ranks, either.
 """
 

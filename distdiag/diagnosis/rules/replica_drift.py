@@ -1,8 +1,4 @@
-"""replica_drift: replicas of one model that differ, by checksums of the same elements at the same steps.
-
-Faulty jobs: thaw_late, module_forward, hand_average, local_stats, thawed_layers, token_schedule, no_wrap.
-Healthy look-alikes: thaw_staged, local_sgd, fsdp_shared, layer_drop, joined_uneven, zero_layers.
-"""
+"""replica_drift: replicas of one model that differ, by checksums of the same elements at the same steps."""
 
 from __future__ import annotations
 

@@ -3,10 +3,6 @@ if it continues.
 
 Ranks that wait at the same line for the same thing (a lock, a key of a store, a file that does not
 appear) are one finding.
-
-Faulty jobs: box_jitter, registry_retry, nfs_tiles, regex_clean, ctoken, log_thread, prefetcher,
-metric_socket, ask_overwrite, quota_ckpt. Healthy look-alikes: slow_archive, long_validation,
-jit_warmup, main_eval, rate_limited, staged_team.
 """
 
 from __future__ import annotations

@@ -8,10 +8,6 @@ built, make no warning. If the slowest rank keeps changing, the cause is `rotati
 blamed; nor is one for what makes all of them slow: full garbage collections (`gc`), a debugging
 tool that stays on (`tools`), steps that take longer with time (`growth`). In a loop without
 optimizer steps, the straggler is the rank that enters its collectives last.
-
-Faulty jobs: bn_tiles, ledger_flush, slow_disk, long_dialogs, grad_stats_hook, swapped_optim,
-thumb_logger, audit_turns, tiles_two_hosts. Healthy look-alikes: bn_ice, ledger_shared, worker_pool,
-shared_storage, jittery_sim, gc_pauses, bucketed_lengths, pipe_three.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""timeout: a collective ran into its group's timeout although the late rank was alive.
-
-Faulty jobs: tight_timeout, feature_sync. Healthy look-alikes: long_validation, slow_archive.
-"""
+"""timeout: a collective ran into its group's timeout although the late rank was alive."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 `count` is predicted at the start of an epoch from the loaders' lengths, if the loop cannot end before its loader; or it is
 found when a rank has run out of batches and the others wait for it. `size`: DDP averages ranks, not samples.
-
-Faulty jobs: strided_sampler, shard_stream, nlp_langs, budget_hours, batch_by_memory.
-Healthy look-alikes: joined_uneven, bucketed_lengths, agreed_stop.
 """
 
 from __future__ import annotations

@@ -5,9 +5,6 @@ Without find_unused_parameters, DDP refuses the forward after a backward that le
 they are just never trained. Frozen ones (requires_grad False) are reported once as info, to
 distinguish them from unused ones. Without DDP, the parameters of a torch optimizer that have no
 gradient at any sampled step are counted.
-
-Faulty jobs: pose_heads, lang_adapters, safe_flag, lit_gan, dune_heights. Healthy look-alikes: frozen_backbone,
-layer_drop, frozen_head.
 """
 
 from __future__ import annotations
