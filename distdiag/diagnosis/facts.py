@@ -10,13 +10,13 @@ from distdiag.diagnosis.culprit import verdict
 from distdiag.diagnosis.culprit.case import Case
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.endings import NO_CASCADE, Cascade, End
-from distdiag.diagnosis.locks import LockCycle
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
 from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.training_data import exhausted_ranks, only_shadows, training_loaders, uneven_ranks
 from distdiag.diagnosis.waits.graph import WaitGraph, build
+from distdiag.diagnosis.waits.incidents import LockCycle
 
 
 @dataclass

@@ -14,12 +14,12 @@ from msgspec.structs import replace
 from distdiag.diagnosis import endings, kinds
 from distdiag.diagnosis.endings import Late
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.locks import lock_cycles
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import DEAD, Life, Snapshot
 from distdiag.diagnosis.pauses import PAUSE_MS, Pauses
 from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph, build
+from distdiag.diagnosis.waits.incidents import lock_cycles
 
 SAME_S = 0.2  # minimum between the two polls of a proof: the pulse reads the counters in between
 SETTLE_S = 0.4  # after the first end, before its cause is named: another end may come before it in time

@@ -12,13 +12,13 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import paths
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.locks import LockCycle
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text.conditions import diverge_text
 from distdiag.diagnosis.text.incident_finding import incident_findings
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, op_text, where, wheres
 from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.waits.incidents import LockCycle
 from distdiag.diagnosis.waits.wait import last_wait
 
 kind = kinds.DEADLOCK

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
+from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.ranks import by_value
@@ -149,3 +151,30 @@ def _gone(graph: WaitGraph, ranks: list[int]) -> list[Incident]:
         Incident(Root.GONE, frozenset(members), tuple(w for w in stuck if w.missing & members), frozenset(victims))
         for members, victims in merged
     ]
+
+
+# -- file locks across collectives -------------------------------------------------------------------------------------
+
+
+class LockCycle(NamedTuple):
+    """One cycle through a file lock."""
+
+    rank: int  # that waits for the lock
+    holders: tuple[int, ...]  # ranks that hold it, and wait for `rank`
+    members: tuple[int, ...]  # all ranks that are stuck because of it
+
+
+def lock_cycles(s: Snapshot, graph: WaitGraph) -> tuple[LockCycle, ...]:
+    """Return the cycles in which a rank waits for a file lock whose holder waits for that rank, by the kernel's lock table.
+
+    Neither can free the other, whatever it does next.
+    """
+    out = []
+    for rank in graph.sinks:
+        if rank not in s.ranks:
+            continue
+        waiting = graph.victims_of(rank)
+        holders = tuple(h for h in s.ranks[rank].lock_holders if h in waiting and s.ranks[h].blocked is not None)
+        if holders:
+            out.append(LockCycle(rank, holders, tuple(sorted({rank, *waiting}))))
+    return tuple(out)

@@ -10,12 +10,12 @@ import pytest
 
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.job_state import job_state
-from distdiag.diagnosis.locks import lock_cycles
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Sample, Site, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits.graph import build
+from distdiag.diagnosis.waits.incidents import lock_cycles
 from tests.diagnosis.made import LOOP, findings, job, only, proved, rank, waits_for_rank_one
 
 
