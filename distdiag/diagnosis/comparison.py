@@ -175,16 +175,18 @@ def _together(window: Window, least_ms: float, one: bool) -> tuple[list[int], li
 OCCASIONAL_MS = 20.0  # that the others wait in such a step; less is jitter of the host
 OCCASIONAL_FACTOR = 0.5  # the same, as a factor of a step that is not slow
 OCCASIONAL_TIMES = 3  # long steps in the window: two intervals to compare
-MOST_SHARE = 0.75  # of the window's steps: a rank that is slow in more is slow in all
-PRESENT = 0.75  # share of the steps at a multiple of the period that are long
-PERIODIC_COST = 0.03  # share of total time
 # Without a period, jitter of the host must be excluded: it hits all ranks, and rarely costs so much.
 IRREGULAR_TIMES = 6  # long steps in the window; all of one rank by chance: once in 32 windows of two ranks
 COSTLY = 0.2  # share of total time
 
 
-def occasional(window: Window) -> Subset | None:
-    """Return the only rank with long steps, at regular intervals or often enough to matter."""
+def occasional(window: Window, recurrence: float) -> Subset | None:
+    """Return the only rank with long steps, at regular intervals or often enough to matter.
+
+    Args:
+        recurrence: Share of the window's steps from which on a rank is slow in all; and of the steps at a multiple of the
+            period that must be long.
+    """
     steps, ranks = window.steps, window.ranks
     first = steps[ranks[0]]
     usual_ms = sorted(x.step_ms for x in first)[len(first) // 4]  # slow steps may be most of them
@@ -195,15 +197,15 @@ def occasional(window: Window) -> Subset | None:
         waited_ms = min(steps[q][i].wait_ms for q in ranks if q != ranks[at_top])
         if waited_ms >= 0.5 * gain_ms:
             slow[i] = ranks[at_top], gain_ms
-    if not OCCASIONAL_TIMES <= len(slow) <= MOST_SHARE * len(first) or len({q for q, _ in slow.values()}) > 1:
+    if not OCCASIONAL_TIMES <= len(slow) <= recurrence * len(first) or len({q for q, _ in slow.values()}) > 1:
         return None
     gains = [gain_ms for _, gain_ms in slow.values()]
     cost = sum(gains) / sum(x.step_ms for x in first)
     gaps = [first[b].step - first[a].step for a, b in itertools.pairwise(slow)]
     period = min(gaps)
-    complete = len(slow) >= PRESENT * max(sum(gaps) / period + 1, len(first) // period)  # and in all of the window
+    complete = len(slow) >= recurrence * max(sum(gaps) / period + 1, len(first) // period)  # and in all of the window
     regular = period > 1 and complete and all(abs(gap - round(gap / period) * period) <= 1 for gap in gaps)
-    if cost < (PERIODIC_COST if regular else COSTLY) or not (regular or len(slow) >= IRREGULAR_TIMES):
+    if not regular and (cost < COSTLY or len(slow) < IRREGULAR_TIMES):
         return None
     rank = next(iter(slow.values()))[0]
     return Subset([rank], list(slow), statistics.median(gains), usual_ms, cost, period if regular else None)

@@ -235,7 +235,7 @@ def _meet_rarely(window: Window, subset: Subset) -> bool:
 
 def _at_times(case: Case) -> Finding | None:
     """Return the finding of a rank that is slow in some steps: info, unless it costs much and is no duty."""
-    found = comparison.occasional(case.window)
+    found = comparison.occasional(case.window, limits.recurrence)
     # without a period, ranks that compete for cores have such steps by chance, stages by design
     if found is None or (found.period is None and (case.busy or case.stages)):
         return None
