@@ -222,7 +222,7 @@ def rotating(window: Window, least_steps: int, changes: float) -> tuple[int, Sub
         return None
     tops = [at_top for at_top, _ in leads(columns)]
     changed = sum(a != b for a, b in itertools.pairwise(tops))
-    # of many ranks not every one is the slowest in so few steps: expect most of those that chance would pick
+    # by chance each of 8 ranks is the slowest in one of 40 steps (99.5 %); of more ranks, expect most of those that chance picks
     by_chance = len(ranks) * (1 - (1 - 1 / len(ranks)) ** n)
     enough = len(ranks) if len(ranks) <= 8 else 0.75 * by_chance
     most = Counter(tops).most_common(1)[0][1]

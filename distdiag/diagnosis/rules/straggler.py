@@ -214,7 +214,7 @@ def _rotating(case: Case) -> Finding | None:
         jitter
         or at_limit
         or (phase == "data" and case.busy and starved)
-        or ratio < (3.0 if case.busy else 1.5)
+        or ratio < limits.shares[0 if case.busy else 1][0]  # else a slower core, or one that others use, explains it
         or _meet_rarely(window, subset)
     ):
         return None
