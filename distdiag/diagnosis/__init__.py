@@ -1,1 +1,1 @@
-"""Pure rules: snapshot in, findings out. No I/O beyond loading dumps, no torch."""
+"""The diagnosis: judges snapshots of a job, and knows neither pages nor databases. It reads source files by a function that it gets."""

@@ -69,7 +69,11 @@ def keys_text(waiting: Sequence[RankState], others: Iterable[RankState]) -> str:
 
 
 def keys_differ(waiting: Sequence[RankState], others: Iterable[RankState], world: int) -> bool:
-    """True if ranks at one line wait for keys that differ, or another has set a similar one, in more than a rank's or a step's number."""
+    """True if ranks ask for a key by different names: they count or name it differently.
+
+    The keys of ranks at one line differ in more than a rank's number; or another rank has set a key that differs from theirs in
+    more than a step's number. Only keys that are equal but for numbers and hashes are compared.
+    """
     keys = {r.store_key for r in waiting if r.store_key}
     if len({_HASH.sub("#", key) for key in keys}) != 1:
         return False

@@ -52,8 +52,8 @@ class Limits:
     """Milliseconds per step that a busy host's jitter may cost a rank at the line of a collective
     call, or by which it may enter its collectives last."""
     queued: float = 0.4
-    """On a busy host, a rank that waits for a CPU at least this share of the time that it works longer is not accused: it shares its
-    core with other processes, and computes more slowly there, too."""
+    """Largest time that a rank may wait for a CPU, as a share of the time that it works longer, on a busy host. Above it the rank is not
+    accused: it shares its core with other processes, so it also computes more slowly."""
     seen: float = 0.2
     """Share of its excess that a rank on a busy host must compute or sleep, by the kernel's clocks. Healthy ranks that share two cores with
     many other processes have at most 0.1: they differ in when they get a CPU. Ranks with more work had 0.26 at least."""

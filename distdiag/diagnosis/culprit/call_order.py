@@ -161,7 +161,12 @@ class _Order:
 
 
 def _turn(calls: Sequence[Call]) -> Turn | None:
-    """Return the first transition that a rank had never made before; None if it is not clear what was due, or done instead."""
+    """Return where a rank first left the order of its calls: by a call that had never followed the one before it, or by one
+    repetition more than ever.
+
+    None if several calls had followed, so that it is not clear which was due; or if the call that it made is an old one that had
+    never followed the due one.
+    """
     order = _Order(calls)
     kinds, before, known = order.kinds, order.before, {k for k, _, _ in order.before}
     for (kind, n, start), (following, *_) in itertools.pairwise([*order.runs, (None, 0, 0)]):

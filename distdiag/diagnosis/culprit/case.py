@@ -94,9 +94,10 @@ class Case:
         return next((wait for wait in waits if not set(culprits) & set(wait.ranks)), waits[0])
 
     def own_call(self, rank: int, wait: Wait) -> Call | None:
-        """Return the call of a rank at another line that belongs to the one that others wait in, if roles have their own lines.
+        """Return the call by which a rank takes part in the collective that others wait in, where each role calls it in its own line.
 
-        It has made that call as often as one of them has completed the other.
+        That is its newest call of the same op and group. The rank has been at that line as often as one of the others has
+        completed its own call, at least once. None if there is no such call.
         """
         state = self.states.get(rank)
         call, q = next(((call, q) for q in wait.ranks if (call := wait.calls.get(q)) is not None), (None, rank))

@@ -66,9 +66,8 @@ class Limits:
     program for it, under a condition on the rank while the others wait in a barrier, or in a
     broadcast of its result, counts as a validation."""
     long_s: float = 60.0
-    """The same for a rank that still makes steps and is ahead of all ranks that wait for it, and
-    for a job in which no rank moves and none waits for another, while their hosts sleep or wait for
-    their devices."""
+    """The same in two other cases. A rank still makes steps, and has made more than all ranks that wait for it. Or no rank
+    moves and none waits for another, while all hosts sleep or wait for their devices."""
     start_s: tuple[tuple[int, float], ...] = ((4, 60.0), (32, 30.0))
     """(fewer collectives than this, seconds) before the first step: compilation, lazy
     initialisation, unpickling an index (which holds the GIL). A job that makes no steps has no
