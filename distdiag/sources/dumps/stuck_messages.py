@@ -10,8 +10,8 @@ from distdiag.diagnosis.culprit.case import Case
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.diagnosis.model.syntax import Source
+from distdiag.diagnosis.text.conditions import conditions_text
 from distdiag.diagnosis.text.incident import group_label
-from distdiag.diagnosis.text.parting import conditions_text
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_at, where_at
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits import compatible, messages
