@@ -107,3 +107,28 @@ def test_what_ddp_waits_in_has_the_operation_that_python_saw_the_reducer_issue(t
     assert (call.op, call.seq, call.dtype, call.shape, call.on_device) == ("all_reduce", 7, "float32", (2,), True)
     assert call.left_s is not None  # else the host would be inside the call, making the communicator
     view.reader.close()
+
+
+@pytest.mark.parametrize(("asynchronous", "line"), [(False, 62), (True, 84)])
+def test_a_call_that_a_handler_of_a_signal_makes_within_backward_keeps_its_line_and_its_stack(
+    tmp_path: Path, asynchronous: bool, line: int
+) -> None:
+    page = PageWriter(page_path(tmp_path, 0))
+    slot = page.page.groups[0]
+    slot.name, slot.backend, slot.enqueued, slot.completed = page.text("0"), page.text("gloo"), 7, 6
+    backward, save = (page.site("train.py", n, name) for n, name in ((84, "train"), (62, "save")))
+    h = page.header
+    h.n_groups, h.blocked, h.blocked_site, h.blocked_since_ns, h.counted_ns = 1, Blocked.DDP, backward, 1, 2
+    for i, site in enumerate((save, backward)):
+        h.stack[i] = site
+    h.stack_depth = 2
+    page.publish()
+    view = RankView(page.path, 0)
+    view.refresh(1.0)
+    within = replace(issued(7, op="barrier")[0], group=view.decoder.group_key(0), completed_s=None, left_s=None)
+    site = replace(view.decoder.stack()[0], caller=view.decoder.stack()[1])
+    view.history.calls.append(replace(within, site=site, on_device=False, asynchronous=asynchronous))
+    state = view.state(1.0, True, "S", None)
+    assert state.blocked is not None and state.blocked.site is not None and state.blocked.site.line == line
+    assert [frame.line for frame in state.user_stack][: 2 if line == 62 else 1] == [62, 84][-2 if line == 62 else -1 :]
+    view.reader.close()

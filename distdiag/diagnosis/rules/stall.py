@@ -70,7 +70,7 @@ class Limits:
     moves and none waits for another, while all hosts sleep or wait for their devices."""
     start_s: tuple[tuple[int, float], ...] = ((4, 60.0), (32, 30.0))
     """(fewer collectives than this, seconds) before the first step: compilation, lazy
-    initialisation, unpickling an index (which holds the GIL). A job that makes no steps has no
+    initialisation, unpickling or building an index (which may hold the GIL). A job that makes no steps has no
     torch optimizer."""
     asleep_pct: float = 4.0
     """CPU in per cent of a core below which a rank counts as asleep: its recorder alone uses up to
@@ -295,7 +295,7 @@ def patience_s(r: RankState) -> float:
     if doing in ("user_code", "sleep") and validates:
         doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
-    if not r.steps and r.step == 0 and doing in ("user_code", "sleep", "socket", "store_key", "lock", "gil_held"):
+    if not r.steps and r.step == 0 and doing in ("user_code", "data", "sleep", "socket", "store_key", "lock", "gil_held"):
         base = max(base, _start_s(len(r.calls)))
     return max(base, limits.factor * r.longest_delay_s)
 
@@ -344,7 +344,7 @@ def _of_loader(facts: Facts, r: RankState, workers: Sequence[Where]) -> str:
     lines = (line_at(Site(w.file, w.line or 0), facts.source) for w in workers if w.file)
     if any(by_line(line, idle=True) == "lock" and not _FILE_LOCK.search(line) for line in lines):
         return "worker's lock"
-    own = [x.workers for x in r.loaders if x.in_training]
+    own = [x.workers for x in r.loaders if x.in_training or x.site in r.user_stack]
     return "workers" if workers else "loads itself" if own and not any(own) else "data"
 
 

@@ -125,6 +125,8 @@ class RankWaits:
         seen = next((c for c in calls if (c.group, c.seq) == (key, done + 1) and not c.p2p), None)
         if seen is not None and seen.other_thread:  # it came before the main thread's own call
             return replace(seen, entered_s=since, left_s=since, completed_s=None)
+        if seen is not None and not seen.asynchronous and (seen.entered_s or 0.0) > (since or 0.0):
+            site = seen.site or site  # within DDP's pass, a hook or a handler of a signal called it
         if entry is None and seen is not None:  # C++ issued it through a process group written in Python
             return replace(seen, site=site or seen.site, entered_s=since, left_s=since, completed_s=None)
         call = Call(op="", group=key, seq=done + 1, site=site, entered_s=since)

@@ -11,7 +11,7 @@ import pytest
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.job_state import job_state
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Sample, Site, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Call, Group, Life, Loader, Model, RankState, Sample, Site, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, rank_lost, stall
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.waits.graph import build
@@ -139,13 +139,21 @@ def test_what_a_rank_waits_for_is_read_from_its_line(activity: str, line: str, t
     ("calls", "waited_s", "reported"),
     [(0, 40.0, False), (0, 70.0, True), (8, 25.0, False), (8, 40.0, True), (40, 25.0, True)],
 )
+@pytest.mark.parametrize("activity", ["user_code", "data"])
 def test_before_the_first_step_others_wait_longer_the_fewer_collectives_there_were(
-    calls: int, waited_s: float, reported: bool
+    calls: int, waited_s: float, reported: bool, activity: str
 ) -> None:
-    """Compilation, lazy initialisation and the reading of an index come first."""
+    """Compilation, lazy initialisation and the reading of an index come first, the latter also in the first batch."""
     before = tuple(Call(op="barrier", group="default_pg", seq=n, completed_s=0.0) for n in range(calls))
-    s = waits_for_rank_one(100.0 - waited_s, 100.0, activity="user_code", step=0, calls=before)
+    s = waits_for_rank_one(100.0 - waited_s, 100.0, activity=activity, step=0, calls=before)
     assert bool(findings(s, stall)) is reported
+
+
+def test_a_first_batch_without_workers_is_loaded_by_the_rank_itself() -> None:
+    """Before its first batch, a loader is not known to be one of the training."""
+    loader = Loader(site=LOOP, length=9, batch_size=4, workers=0)
+    s = waits_for_rank_one(20.0, 100.0, activity="data", step=0, loaders=(loader,), user_stack=(LOOP,))
+    assert "num_workers=0" in (only(findings(s, stall)).advice or "")
 
 
 def test_a_wait_that_is_too_short_for_a_stall_is_in_the_state_of_the_job() -> None:
