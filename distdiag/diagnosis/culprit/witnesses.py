@@ -19,6 +19,7 @@ from distdiag.diagnosis.culprit import (
     conditions,
     divergence,
     exchange,
+    handlers,
     loops,
     message_counts,
     outsiders,
@@ -93,6 +94,7 @@ def _alone(case: Case) -> Testimony | None:
 
 _CONFLICT = (
     Witness(Reason.EXHAUSTED, loops.exhausted),
+    Witness(Reason.HANDLER, handlers.accuse),
     Witness(Reason.MAJORITY, _minority),
     Witness(Reason.EXCEPTION, pending_exception.accuse, pending_exception.explain, _tie),
     Witness(Reason.LOOP, explain=loops.uneven),
@@ -123,6 +125,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
     ),
     Root.CYCLE: (
         Witness(Reason.EXHAUSTED, loops.exhausted),
+        Witness(Reason.HANDLER, handlers.accuse),
         Witness(Reason.EXCEPTION, pending_exception.accuse, pending_exception.explain),
         Witness(Reason.OUTSIDER, outsiders.accuse),
         Witness(Reason.EXTRA, passes.extra),
@@ -143,7 +146,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
 WEAK = (Reason.NONE, Reason.ALONE, Reason.DIVERGENCE)
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.ACCUMULATION, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
+    Reason.EXHAUSTED, Reason.HANDLER, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.ACCUMULATION, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
     Reason.RHYTHM, Reason.CONDITION, Reason.AHEAD,
 )  # fmt: skip
 
