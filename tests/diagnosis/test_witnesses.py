@@ -5,8 +5,10 @@ from __future__ import annotations
 from distdiag.diagnosis.culprit.witnesses import ORDER, Reason
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
+from distdiag.diagnosis.rules import deadlock
 from distdiag.diagnosis.waits.incidents import Root
-from tests.diagnosis.made import job, only, rank
+from tests.diagnosis import waits
+from tests.diagnosis.made import findings, job, only, rank
 from tests.faults.replay import left_out
 
 
@@ -42,3 +44,16 @@ def test_a_tie_without_its_witness_blames_nobody() -> None:
 def test_every_root_of_an_incident_has_an_order_and_every_reason_a_witness() -> None:
     assert set(ORDER) == set(Root)
     assert {w.name for witnesses in ORDER.values() for w in witnesses} | {Reason.NONE} == set(Reason)
+
+
+def test_threads_that_all_ranks_run_are_a_tie() -> None:
+    """Which thread calls first is chance on each rank."""
+    board, step = Site("/job/train.py", 67, "run"), Site("/job/train.py", 77, "train")
+    both = {"/job/train.py:67": 1, "/job/train.py:77": 9}
+    of_thread = Call(op="all_gather", group="default_pg", seq=9, site=board, other_thread=True)
+    of_main = Call(op="all_reduce", group="default_pg", seq=9, site=step)
+    for theirs, culprits in ((both, ()), ({"/job/train.py:77": 10}, (0,))):
+        s = waits.snapshot(waits.rank(0, of_thread, sites=both), waits.rank(1, of_main, sites=theirs))
+        f = only(findings(s, deadlock))
+        assert f.culprits == culprits and "its own process group" in f.advice
+        assert f"two threads of {'rank 0' if culprits else 'each rank'} use this group" in f.message

@@ -100,7 +100,7 @@ def judge_incident(case: Case) -> list[Verdict]:
     incident = case.incident
     if incident.root is Root.GONE:
         return list(_gone(case))
-    testimony, also = decide(case)
+    testimony, also = (Testimony(), ()) if _threads_of_all(case) else decide(case)
     kind, cause, culprits = kinds.MISMATCH, "shape", testimony.ranks
     if incident.root is Root.CONFLICT:
         if _undecided(case, testimony.name):
@@ -140,6 +140,14 @@ def _undecided(case: Case, reason: Reason) -> bool:
         return False
     since = snapshot.stable_since_s
     return since is None or snapshot.t_s - since < SETTLED_S
+
+
+def _threads_of_all(case: Case) -> bool:
+    """True if another thread than the main one makes a call of a conflict, and does so on every rank: which came first is chance."""
+    calls = {q: call for q, call in case.wait.calls.items() if call.other_thread and q in case.here}
+    by_thread = {case.here[q] for q in calls}
+    states = [case.states.get(q) for q in case.compared]
+    return bool(calls) and all(state is not None and by_thread <= state.sites.keys() for state in states)
 
 
 def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> tuple[Kind, str]:

@@ -67,7 +67,8 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     reason = evidence.reason_text(verdict)
     threads = _threads(wait)
     if threads:
-        reason = f"; two threads of {rank_list(threads)} use this group: which one calls first is chance"
+        who = rank_list(threads) if culprits else "each rank"
+        reason = f"; two threads of {who} use this group: which one calls first is chance"
     elif culprits:
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
     elif verdict.cause == "order_mismatch":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
@@ -14,10 +16,8 @@ from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.backends import in_group_communicator
 
-_SAME_TAG = (
-    "a message needs the same tag at both of its ends; compute it from values that both ranks have, not by hash() of a "
-    "string, which differs between processes"
-)
+_SAME_TAG = "a message needs the same tag at both of its ends; compute it in the same way from values that both ranks have"
+_HASHED = ", not by hash() of a string, which differs between processes"
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 _PARTNERS = (
     "no message has its other end: ranks may have chosen partners that chose others: draw them with one seed on all ranks, or let one "
@@ -94,7 +94,9 @@ def _advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, C
         case "p2p_cycle":
             if (tagged := _other_tag(snapshot, calls)) is not None:
                 tags = " and ".join(f"{call.tag} of {op_at(call)}" for call in tagged)
-                return f"tags {tags} never match: {_SAME_TAG}"
+                files = {call.site.file for call in tagged if call.site is not None}
+                hashed = any(re.search(r"\bhash\(", verdict.case.source(file) or "") for file in files)
+                return f"tags {tags} never match: {_SAME_TAG}{_HASHED if hashed else ''}"
             if not verdict.culprits and (advised := evidence.advice(verdict)):
                 return advised
             ends = {messages.direction_of(c) if c.p2p else c.op for _, c in calls.values()}

@@ -311,6 +311,9 @@ def test_tags_that_never_match_are_named() -> None:
     s = snapshot(messaging(0, p2p("send", 1, tag=1)), messaging(1, p2p("recv", 0, tag=2)))
     assert summary(only(s)) == ("deadlock", "p2p_cycle", (), (0, 1))
     assert "tags 1 of send (train.py:40) and 2 of recv (train.py:40) never match" in only(s).advice
+    assert "hash()" not in only(s).advice
+    text = "send(x, peer, tag=hash(name))"
+    assert "hash()" in only(s, source=lambda _: text).advice
 
 
 def test_a_tag_of_a_message_on_its_way_that_nobody_receives_is_named() -> None:
