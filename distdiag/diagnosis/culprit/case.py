@@ -20,6 +20,7 @@ class Reason(StrEnum):
     """Name of a kind of evidence; NONE is a true tie."""
 
     EXHAUSTED = "exhausted"  # it ran out of batches
+    JOIN = "join"  # its own call met one of a rank that only shadows those of Join's objects
     HANDLER = "handler"  # it makes its call in a handler of a signal
     MAJORITY = "majority"  # fewer ranks than on the other side
     EXCEPTION = "exception"  # it is handling an exception that the others do not have

@@ -46,7 +46,9 @@ def _of(case: Case, rank: int) -> Handler | None:
     if state is None or call is None or call.site is None or not state.user_stack:
         return None
     first = state.user_stack[0]
-    return handler(state.user_stack, case.source) if (first.file, first.line) == (call.site.file, call.site.line) else None
+    return (
+        handler(state.user_stack, case.source) if (first.file, first.line) == (call.site.file, call.site.line) else None
+    )
 
 
 def handler(stack: Sequence[Site], source: Source) -> Handler | None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import call_order
+from distdiag.diagnosis.culprit import call_order, joined
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.witnesses import OTHER_PLACE, WEAK, decide
 from distdiag.diagnosis.endings import ECHOES, ends
@@ -97,6 +97,7 @@ def judge(
 
 def judge_incident(case: Case) -> list[Verdict]:
     """Return the verdicts on an incident: none while evidence is incomplete, several for several ends."""
+    case = joined.at_own_call(case)
     incident = case.incident
     if incident.root is Root.GONE:
         return list(_gone(case))

@@ -20,6 +20,7 @@ from distdiag.diagnosis.culprit import (
     divergence,
     exchange,
     handlers,
+    joined,
     loops,
     message_counts,
     outsiders,
@@ -93,6 +94,7 @@ def _alone(case: Case) -> Testimony | None:
 
 
 _CONFLICT = (
+    Witness(Reason.JOIN, joined.accuse),
     Witness(Reason.EXHAUSTED, loops.exhausted),
     Witness(Reason.HANDLER, handlers.accuse),
     Witness(Reason.MAJORITY, _minority),
@@ -146,7 +148,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
 WEAK = (Reason.NONE, Reason.ALONE, Reason.DIVERGENCE)
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.HANDLER, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.ACCUMULATION, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
+    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.ACCUMULATION, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
     Reason.RHYTHM, Reason.CONDITION, Reason.AHEAD,
 )  # fmt: skip
 

@@ -295,7 +295,11 @@ def patience_s(r: RankState) -> float:
     if doing in ("user_code", "sleep") and validates:
         doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
-    if not r.steps and r.step == 0 and doing in ("user_code", "data", "sleep", "socket", "store_key", "lock", "gil_held"):
+    if (
+        not r.steps
+        and r.step == 0
+        and doing in ("user_code", "data", "sleep", "socket", "store_key", "lock", "gil_held")
+    ):
         base = max(base, _start_s(len(r.calls)))
     return max(base, limits.factor * r.longest_delay_s)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit.case import Reason
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Life, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.phrases import at, where, wheres
 from distdiag.diagnosis.text.template import Template
+from distdiag.terms.operations import op_name
 from distdiag.terms.units import size_text
 
 ABORT = Template(kinds.MISMATCH, "shape",
@@ -20,6 +22,8 @@ SHOWN = 8  # tensors
 _STATES = {Life.KILLED: "killed", Life.CRASHED: "crashed"}  # while it waits: what it does
 COMPARE = "compare the two call sites: every rank must make the same collective calls in the same order"
 
+ORDER = "find where the ranks' calls begin to differ: every rank must make the same collective calls in the same order"
+
 
 def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     """Return who called what where, whom gloo aborted, and why the culprit made another call."""
@@ -27,7 +31,9 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     dead = sorted({*odd, *rest})
     killed = [rank for rank in dead if states[rank].life == Life.KILLED and states[rank].signal == signal.SIGABRT]
     what, why, advice = _text(snapshot, verdict, dead)
-    if killed:
+    if killed and verdict.reason is Reason.JOIN:
+        what = f"called one collective from different lines: from there on their calls do not fit, and gloo aborted {rank_list(killed)}"
+    elif killed:
         what += f" of different sizes, and gloo aborted {rank_list(killed)}"
     else:
         what = (
@@ -68,6 +74,8 @@ def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, s
     if len({call.site for call in verdict.wait.calls.values()}) > 1:
         return what, evidence.reason_text(verdict), evidence.advice(verdict) or COMPARE
     shapes = {rank: "x".join(map(str, call.shape)) for rank, call in calls.items() if call.shape is not None}
+    if shapes and len({*shapes.values()}) == 1 and not any("all_to_all" in op_name(call.op) for call in calls.values()):
+        return "called collectives with tensors", evidence.reason_text(verdict), evidence.advice(verdict) or ORDER
     text = f"; first tensor: {', '.join(f'rank {r} {shapes[r]}' for r in sorted(shapes)[:SHOWN])}" if shapes else ""
     return (
         what,

@@ -16,7 +16,9 @@ from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.backends import in_group_communicator
 
-_SAME_TAG = "a message needs the same tag at both of its ends; compute it in the same way from values that both ranks have"
+_SAME_TAG = (
+    "a message needs the same tag at both of its ends; compute it in the same way from values that both ranks have"
+)
 _HASHED = ", not by hash() of a string, which differs between processes"
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 _PARTNERS = (
