@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,7 +57,7 @@ def handler(stack: Sequence[Site], source: Source) -> Handler | None:
 
     Its name is given to `signal.signal` in the file of one of the frames, and the line around its frame does not call that name.
     """
-    for site, outer in zip(stack, stack[1:], strict=False):
+    for site, outer in itertools.pairwise(stack):
         around = statement_at(outer, source)
         if around is None or any(name_of(x.func) == site.function for x in ast.walk(around) if isinstance(x, ast.Call)):
             continue

@@ -82,14 +82,9 @@ SAME_WORK = Template(kind, "same_batches_on_ranks",
     "call init_process_group, wrap the model in DistributedDataParallel and give the DataLoader a "
     "DistributedSampler; or start one rank", proved=True)  # fmt: skip
 SAME_ORDER = Template(kind, "same_order_every_epoch",
-    "every epoch has the same order on all ranks{site}: DistributedSampler shuffles by its epoch number, which "
-    "is still {epoch}", "training sees the same batches in the same order in every epoch",
-    "call sampler.set_epoch(epoch) at the start of each epoch", proved=True)  # fmt: skip
-SAME_PASSES = Template(kind, "same_order_every_epoch",
-    "pass {passes} over the data{site} has the order of the pass before on all ranks: DistributedSampler shuffles by its epoch number, which is "
-    "{epoch} in both", "training sees the same batches in the same order again",
-    "call sampler.set_epoch() with another number before each pass over the loader: once per epoch is too few if an epoch makes several passes",
-    proved=True)  # fmt: skip
+    "a pass over the data has the order of the pass before on all ranks{site}: DistributedSampler shuffles by its epoch number, which is {epoch} "
+    "in both", "training sees the same batches in the same order again",
+    "call sampler.set_epoch() with another number before each pass over the loader", proved=True)  # fmt: skip
 KEPT_EPOCH = Template(kind, "same_order_every_epoch",
     "every epoch has the same order on all ranks{site}, although the data set's `set_epoch` was called: its epoch is {epoch}",
     "training sees the same batches in the same order in every epoch",
@@ -153,9 +148,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield from found or _same_samples(s, loaders)
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
         if ranks and len(ranks) == len(loaders):
-            x = loaders[ranks[0]]
-            template = SAME_PASSES if x.sampler_epoch else SAME_ORDER  # at 0, set_epoch was never called
-            yield _found(template, s, loaders, ranks, epoch=x.sampler_epoch, passes=x.iterations_started)
+            yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
         if all(not x.distributed_sampler and x.sampler_epoch and _began_the_same(x) for x in loaders.values()):
             yield _found(KEPT_EPOCH, s, loaders, sorted(loaders), epoch=loaders[min(loaders)].sampler_epoch)
 

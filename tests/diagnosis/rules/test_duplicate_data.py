@@ -380,6 +380,18 @@ def test_a_missing_set_epoch_is_reported_only_if_the_sampler_shuffles() -> None:
     assert duplicates(again(1, False), again(2, False)) == []
 
 
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_passes_of_one_epoch_number_do_not_prove_that_set_epoch_is_missing(epoch: int) -> None:
+    """It may be called once for several passes over the loader."""
+    same = {"first_fingerprints": prints(1), "previous_fingerprints": prints(1)}
+    x = loader(distributed_sampler=True, shuffle=True, iterations_started=9, sampler_epoch=epoch, **same)
+    found = data(job(*(rank(q, loaders=(x,)) for q in (0, 1))), PLAIN)
+    f = only([f for f in found if f.cause == "same_order_every_epoch"])
+    assert (
+        f"which is {epoch} in both" in f.message and "before each pass" in f.advice and "every epoch" not in f.message
+    )
+
+
 def test_a_sampler_that_stays_at_epoch_0_is_reported_although_values_are_augmented() -> None:
     def still(epoch: int, changed: int) -> list[Finding]:
         labels = [7, 7, 8, 9, 9, 7]  # few classes
