@@ -91,3 +91,20 @@ def test_a_collective_that_a_library_makes_in_a_line_is_told_from_one_that_the_l
         "run the line at train.py:1, in which a library makes all_gather_into_tensor, on rank 1, too" in advice
     ) is inside
     assert ("with zeros or an empty tensor" in advice) is not inside
+
+
+@pytest.mark.parametrize(
+    ("loop", "start"),
+    [
+        ("for epoch in range(first, EPOCHS)", "(compare `first`, from which it counts, on the ranks)"),
+        ("for epoch in range(0, EPOCHS)", ""),
+        ("for epoch in range(EPOCHS)", ""),
+        ("for x in loader", ""),
+    ],
+)
+def test_of_a_loop_that_counts_from_a_loaded_value_that_value_is_to_be_compared(loop: str, start: str) -> None:
+    advice = decision_advice(Condition(FILE, 3, loop, Way.LEFT), (0,))
+    assert advice.startswith(f"let the loop `{loop}` at line 3 run equally often") and ("compare" in advice) is bool(
+        start
+    )
+    assert start in advice

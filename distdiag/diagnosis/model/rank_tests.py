@@ -239,6 +239,15 @@ def tested(text: str) -> ast.expr | None:
     return tree.body[0].test if tree is not None and isinstance(tree.body[0], ast.If) else None
 
 
+def counts_from(text: str) -> str:
+    """Return what `for epoch in range(first, last)` counts from, here `first`; empty if that is a constant, or another line."""
+    tree = parsed(f"{text}: pass") if text.startswith("for ") else None
+    loop = tree.body[0].iter if tree is not None and isinstance(tree.body[0], ast.For) else None
+    ranged = isinstance(loop, ast.Call) and name_of(loop.func) == "range" and len(loop.args) > 1
+    start = loop.args[0] if ranged else None
+    return "" if start is None or isinstance(start, ast.Constant) else ast.unparse(start)
+
+
 def of_amount(text: str) -> bool:
     """True unless a condition is a decision: it may ask whether there is anything, or enough: `if not rows`, `if len(x) > 1`, `except`."""
     test = tested(text)

@@ -203,10 +203,10 @@ def _rotating(case: Case) -> Finding | None:
     phase = max(PHASES, key=lambda p: statistics.median(max(column) - min(column) for column in parts[p]))
     slowest = zip(parts[phase], subset.indices, strict=True)
     ratio = statistics.median(column[index] / max(0.1, others(column, index)) for column, index in slowest)
-    # what ranks compute takes longer in turns, too, where other processes have the CPUs
+    # what ranks compute takes longer in turns, too, where other processes have the CPUs; a rank that has just waited has queued for none
     queued = [x for q in window.ranks if (x := case.snapshot.ranks[q].queued_share) is not None]
     computes = case.busy and phase in ("forward", "backward", "optimizer")
-    queued_ms = statistics.median(queued) * subset.step_ms if queued and computes else 0.0
+    queued_ms = max(queued) * subset.step_ms if queued and computes else 0.0
     jitter = subset.gain_ms - queued_ms < max(2 * limits.jitter_ms, limits.rotating_share * subset.step_ms)
     at_limit = phase == "data" and 1.0 - least_fetching(case.snapshot) < limits.rotating_share
     starved = max((r.workers_starved or 0.0 for r in case.snapshot.ranks.values()), default=0.0) > limits.starved

@@ -79,8 +79,10 @@ def decision_advice(
         agree = "" if rank_tests.reads_rank(rank_tests.tested(condition.text)) else f" {agree}"
         return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who}{agree}"
     if condition.text.startswith(("for ", "while ", "async for ")):
+        start = rank_tests.counts_from(condition.text)
+        compare = f" (compare `{start}`, from which it counts, on the ranks)" if start else ""
         return (
             f"let the loop {guard} run equally often on all ranks: find why it did not on "
-            f"{who}, or let all ranks decide together when it ends"
+            f"{who}{compare}, or let all ranks decide together when it ends"
         )
     return f"find why {guard} had another result on {who}, or let all ranks decide together {agree}"

@@ -181,8 +181,9 @@ WAYS = {
     ),
     "optimizer_state": Words(
         "gradients are averaged, but the states of the optimizers have counted different numbers of steps",
-        "load the optimizer's state on all ranks, or broadcast it: some ranks only have loaded it; DDP makes only the model equal, when it "
-        "is built",
+        "load one checkpoint on all ranks, with the optimizer's state and the epoch to start from: they have loaded different ones, or some ranks "
+        "only have loaded one; DDP makes only the model equal, when it is built",
+        cost="each rank trains a different model; loops that start at a loaded epoch may end apart",
         cause="update",
     ),
     "learning_rates": Words(

@@ -488,13 +488,14 @@ def test_ranks_that_are_slow_in_turns_are_rotating(world: int, turns: bool) -> N
     [
         ("backward", 0.02, None, True),
         ("backward", 0.4, None, False),
+        ("backward", (0.8, 0.0, 0.0), None, False),  # the others have just waited for it: they queued before
         ("other", 0.4, None, True),  # what sleeps between steps needs no CPU
         ("data", 0.4, 0.02, True),
         ("data", 0.4, 0.7, False),  # the workers of a loader wait for a CPU, too
     ],
 )
 def test_ranks_that_compute_and_wait_for_a_cpu_in_turns_are_not_rotating(
-    phase: str, queued_share: float, starved: float | None, found: bool
+    phase: str, queued_share: float | tuple[float, ...], starved: float | None, found: bool
 ) -> None:
     r = random.Random(5)
     slow = [r.randrange(3) for _ in range(60)]
@@ -503,7 +504,8 @@ def test_ranks_that_compute_and_wait_for_a_cpu_in_turns_are_not_rotating(
         own, usual = steps(120.0, phase, seed=q), steps(wait_ms=120.0, seed=q)
         return tuple(own[k] if slow[k] == q else usual[k] for k in range(60))
 
-    ranks = (rank(q, steps=of_rank(q), queued_share=queued_share, workers_starved=starved) for q in range(3))
+    queued = queued_share if isinstance(queued_share, tuple) else (queued_share,) * 3
+    ranks = (rank(q, steps=of_rank(q), queued_share=queued[q], workers_starved=starved) for q in range(3))
     assert bool(stragglers(job(*ranks, host_cpu_pct=99.0))) is found
 
 
