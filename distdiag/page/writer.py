@@ -14,8 +14,6 @@ import ctypes
 import itertools
 import mmap
 import os
-import threading
-import time
 from ctypes import Structure
 from pathlib import Path
 
@@ -35,6 +33,7 @@ from distdiag.page.layout import (
     StepRecord,
     word,
 )
+from distdiag.unpatched import RLock, now_ns
 
 _STEPS_AT, _CALLS_AT, _HEAP_AT = Page.steps.offset, Page.calls.offset, Page.heap.offset
 _STEP_WORDS = _STEPS_AT // 8, ctypes.sizeof(StepRecord) // 8  # start of the ring, length of a record
@@ -95,7 +94,7 @@ class PageWriter:
         self.words = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("Q")
         self.doubles = memoryview(self._map)[: PAGE_BYTES // 8 * 8].cast("d")
         self._strings: dict[str, int] = {"": 0}
-        self._adding = threading.RLock()  # strings and records come from several threads, and from signal handlers
+        self._adding = RLock()  # strings and records come from several threads, and from signal handlers
         self._call_numbers = itertools.count(1)  # calls may come from several threads
         self.path = path
         self._fresh = fresh
@@ -103,7 +102,7 @@ class PageWriter:
     def make_private(self) -> None:
         """Replace the mapping by private memory at the same address: all views stay valid, and the file is not written."""
         _map_at(ctypes.addressof(self.page), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        self._adding = threading.RLock()  # a thread that held it is not in the child
+        self._adding = RLock()  # a thread that held it is not in the child
 
     def word_of(self, slot: Structure, field: str) -> int:
         """Return the index in `words` of a 64-bit field of a slot of the page."""
@@ -210,5 +209,5 @@ class PageWriter:
 
     def write_sample(self, kind: int, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
         """Add one sampled check, of now."""
-        t_ns = time.monotonic_ns()
+        t_ns = now_ns()
         self.add("samples", kind=kind, step=step, value=value, key=key, name=self.text(name), site=site, t_ns=t_ns)

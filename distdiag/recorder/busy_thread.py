@@ -34,12 +34,12 @@ class BusyThread:
         busiest = max(ran_ns, key=lambda i: ran_ns[i], default=0)
         share = ran_ns[busiest] / max(elapsed_ns, 1) if busiest else 0.0
         header = self.recorder.header
-        if share < LEAST:
+        frames = frames_of(of[busiest][0]) if share >= LEAST else []
+        if not frames:  # a greenlet has none, and computes in the main thread
             header.thread_permille = 0
             return
-        ident, found = of[busiest]
-        frames, name = frames_of(ident), str(vars(found).get("_name"))
-        users = user_stack(frames[0], 1) if frames else []
+        name = str(vars(of[busiest][1]).get("_name"))
+        users = user_stack(frames[0], 1)
         if len(self._names) < NAMES:
             self._names.add(name)
         header.thread = self.recorder.page.text(name if name in self._names else "Thread")

@@ -19,6 +19,7 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from distdiag.terms.frames import LIBRARY, PACKAGE, USER, owner
+from distdiag.unpatched import get_ident
 
 _native: Any = None
 if os.environ.get("DISTDIAG_PURE") != "1" and "t" not in sys.abiflags:
@@ -206,7 +207,7 @@ def other_threads(main: int | None) -> dict[int, threading.Thread]:
     `threading.enumerate()` would take a lock, which a fork could copy while it is held.
     """
     active = list(threading._active.items())  # type: ignore[attr-defined]
-    return {ident: thread for ident, thread in active if ident not in (main, threading.get_ident())}
+    return {ident: thread for ident, thread in active if ident not in (main, get_ident())}
 
 
 def other_thread_works(main: int | None) -> bool:

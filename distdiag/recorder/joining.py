@@ -10,13 +10,13 @@ import json
 import os
 import secrets
 import socket
-import time
 from pathlib import Path
 from typing import Any
 
 from distdiag.recorder import run_claim
 from distdiag.terms.launchers import RANKS
 from distdiag.terms.untrusted import is_rank
+from distdiag.unpatched import now_s, sleep
 
 KEY = "distdiag/job"
 WAIT_S = 5.0  # for rank 0, which leaves init_process_group at about the same time
@@ -58,11 +58,11 @@ def join(store: Any, rank: int, run_dir: str | None) -> None:
 
 def _wait(store: Any) -> None:
     """Wait for rank 0. The store's own `wait` prints warnings on the job's stderr if the key never comes."""
-    end = time.monotonic() + WAIT_S
+    end = now_s() + WAIT_S
     while not store.check([KEY]):
-        if time.monotonic() > end:
+        if now_s() > end:
             raise TimeoutError(f"rank 0 is not recorded: no {KEY} in the job's store after {WAIT_S:g} s")
-        time.sleep(0.02)
+        sleep(0.02)
 
 
 def _read(written: bytes) -> tuple[str, str, str | None, str]:

@@ -7,10 +7,10 @@ anything was compiled, there are no marks: Dynamo guards on global hooks, so ins
 from __future__ import annotations
 
 import sys
-import threading
 from typing import Any
 
 from distdiag.recorder.state import failed
+from distdiag.unpatched import get_ident
 
 PREFIX = "module: "
 ROOT = "(root)"
@@ -21,7 +21,7 @@ class ModuleMarks:
     """The marks of one thread, the one that makes this object."""
 
     def __init__(self) -> None:
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._names: dict[int, str] = {}
         # the modules in whose forward the thread is, with their marks and, if they have hooks of their own, our last hook
         self._open: list[tuple[int, Any, Any]] = []
@@ -49,7 +49,7 @@ class ModuleMarks:
 
     def _enters(self, module: Any, inputs: Any) -> None:
         try:
-            if threading.get_ident() != self._thread:
+            if get_ident() != self._thread:
                 return
             name = self._names.get(id(module))
             if name is None:
@@ -72,7 +72,7 @@ class ModuleMarks:
 
     def _ends(self, module: Any, inputs: Any, output: Any) -> None:
         try:
-            if threading.get_ident() != self._thread or all(of != id(module) for of, *_ in self._open):
+            if get_ident() != self._thread or all(of != id(module) for of, *_ in self._open):
                 return
             while self._close() != id(module):  # one that was left by an exception is closed with the module around it
                 pass

@@ -7,13 +7,10 @@ would hold the client's lock, which the script's own calls need.
 
 from __future__ import annotations
 
-import _thread
 import json
 import os
 import secrets
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from distdiag import files
 from distdiag.page import node_files
 from distdiag.page.node_files import Own, Peers
 from distdiag.recorder.state import guarded
+from distdiag.unpatched import Lock, now_s, start_new_thread
 
 OFFER, KEYS, SERVER = "distdiag/nodes/0", "distdiag/nodes", "distdiag/nodes/server"  # in the store
 NONCE = "nodes/nonce"  # in the run directory of node 0
@@ -48,7 +46,7 @@ class OtherNodes:
     def __init__(self, run_dir: Path, pages: Path, node: int, ranks: int, world: int) -> None:
         self.run_dir, self.pages, self.node, self.ranks, self.world = run_dir, pages, node, ranks, world
         self.store: Any = None
-        self._going_on, self._running = threading.Lock(), threading.Lock()
+        self._going_on, self._running = Lock(), Lock()
         self._going_on.acquire()
         self._end = 0.0
 
@@ -61,7 +59,7 @@ class OtherNodes:
         if files.text(self.pages, node_files.FIRST) == str(os.getpid()):
             self.store = dist._get_default_store()
             self._running.acquire()
-            _thread.start_new_thread(self._run, ())
+            start_new_thread(self._run, ())
         return True
 
     def stop(self) -> None:
@@ -84,7 +82,7 @@ class OtherNodes:
 
     def exchange(self, store: Any) -> None:
         """Do it all; return when every node is known, at the end of the script, or after `GIVE_UP_S`."""
-        self._end = time.monotonic() + GIVE_UP_S
+        self._end = now_s() + GIVE_UP_S
         if self.node == 0:
             self._as_first(store)
         else:
@@ -148,14 +146,14 @@ class OtherNodes:
         store.append(KEYS, json.dumps([self.node, self.ranks, word]) + "\n")
 
     def _sees(self, nonce: str) -> bool:
-        end = time.monotonic() + SEEN_S
+        end = now_s() + SEEN_S
         for _ in self._polls():
             try:
                 if files.read(self.run_dir, NONCE, 100) == nonce.encode():
                     return True
             except OSError:
                 pass
-            if time.monotonic() > end:
+            if now_s() > end:
                 break
         return False
 
@@ -175,7 +173,7 @@ class OtherNodes:
     def _polls(self) -> Iterator[None]:
         """Yield at once, then again and again, until the end of the script or of the time."""
         wait_s = POLL_S
-        while time.monotonic() < self._end:
+        while now_s() < self._end:
             yield
             if self._going_on.acquire(timeout=wait_s):
                 self._going_on.release()

@@ -9,12 +9,9 @@ Python stacks are not recorded by the profiler (`with_stack`): its tracer makes 
 
 from __future__ import annotations
 
-import _thread
 import gc
 import os
 import sys
-import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,6 +22,7 @@ from distdiag.page.profile_files import DONE, FAILED, MAX_LINES, RECORDING, SAVI
 from distdiag.recorder.frames import absolute, frames_of, line_of, user_frame
 from distdiag.recorder.module_marks import ModuleMarks
 from distdiag.recorder.state import Recorder, guarded, now_ns
+from distdiag.unpatched import Lock, get_ident, now_s, start_new_thread, wall_ns
 
 SAMPLE_S = 0.01  # 20 to 40 µs a sample
 MEMORY_SAMPLES = 10  # samples of the line per sample of the memory
@@ -98,8 +96,8 @@ class Profile:
         self.over = False
         self._profiler: Any = None
         self._found = Answer(number=request.number, state=WAITING)
-        self._stopped = threading.Lock()  # held until the recording ends
-        self._saved = threading.Lock()  # held while the thread runs
+        self._stopped = Lock()  # held until the recording ends
+        self._saved = Lock()  # held while the thread runs
         self._lines: Counter[tuple[str, int, str]] = Counter()
         self._originals: dict[str, Any] = {}
         self._marks: ModuleMarks | None = None
@@ -125,12 +123,12 @@ class Profile:
     def step_ended(self, step: int) -> None:
         """Start, continue or stop at the end of a step."""
         try:
-            if threading.get_ident() != self.recorder.main_thread or self.over:
+            if get_ident() != self.recorder.main_thread or self.over:
                 return
             request, last = self.request, self.request.first_step + self.request.steps - 1
             late = now_ns() > request.deadline_ns
             if self._profiler is not None:
-                self._found.boundaries.append([step, time.time_ns()])
+                self._found.boundaries.append([step, wall_ns()])
                 if step >= last or late:
                     self._stop("")
             elif step >= last:
@@ -146,7 +144,7 @@ class Profile:
         import torch
         from torch.autograd import profiler
 
-        began = time.perf_counter()
+        began = now_s()
         if torch.autograd._profiler_enabled():
             return self._fail("the job uses its own profiler right now")
         device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else None
@@ -166,14 +164,14 @@ class Profile:
         self._stopped.acquire()
         self._saved.acquire()
         try:
-            _thread.start_new_thread(self._run, ())
+            start_new_thread(self._run, ())
         except BaseException:
             self._stopped.release()
             self._saved.release()
             self._leave()
             raise
-        self._found.start_ms = (time.perf_counter() - began) * 1e3
-        self._found.boundaries.append([step, time.time_ns()])
+        self._found.start_ms = (now_s() - began) * 1e3
+        self._found.boundaries.append([step, wall_ns()])
         self.answer(RECORDING)
 
     def _give_way(self, profiler: Any) -> None:
@@ -183,7 +181,7 @@ class Profile:
             original = getattr(profiler, name)
 
             def starts(*args: Any, **kwargs: Any) -> Any:
-                if threading.get_ident() == self.recorder.main_thread:
+                if get_ident() == self.recorder.main_thread:
                     self._stop("the job started its own profiler")
                 return original(*args, **kwargs)
 
@@ -212,13 +210,13 @@ class Profile:
 
     def _stop(self, failed: str) -> None:
         """End the recording; the thread saves what was recorded, unless it `failed`."""
-        began = time.perf_counter()
+        began = now_s()
         try:
             made = self._leave()
             self._result = None if failed or made is None else made.kineto_results
         except Exception as e:
             self._result, failed = None, f"{type(e).__name__}: {e}"
-        self._found.stop_ms = (time.perf_counter() - began) * 1e3
+        self._found.stop_ms = (now_s() - began) * 1e3
         self._failed = failed
         if self._stopped.locked():
             self._stopped.release()
@@ -235,7 +233,7 @@ class Profile:
     @guarded
     def end(self) -> None:
         """End the profile with the script: stop recording, and wait until a trace that is being saved is complete."""
-        if self._profiler is not None and threading.get_ident() == self.recorder.main_thread:
+        if self._profiler is not None and get_ident() == self.recorder.main_thread:
             self._stop(f"the script ended in step {self.recorder.header.step + 1}")
         elif not self.over and not self._saved.locked():
             self._fail(f"the script ended after step {self.recorder.header.step}")
@@ -295,12 +293,12 @@ class Profile:
         if disk.f_bavail * disk.f_frsize < SPARE_BYTES:
             self._failed = f"less than {SPARE_BYTES >> 20} MiB are free on the disk of {path.parent}"
             return
-        began = time.perf_counter()
+        began = now_s()
         with files.replacing(run_dir, str(path.relative_to(run_dir))) as part:
             self._result.save(str(part))
             if not _complete(part):
                 raise OSError(f"the trace could not be written completely to {path.parent}")
-        found.save_ms = (time.perf_counter() - began) * 1e3
+        found.save_ms = (now_s() - began) * 1e3
 
 
 def _complete(path: Path) -> bool:

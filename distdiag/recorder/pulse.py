@@ -7,11 +7,9 @@ twice a second and counters once; `counted_ns` is the time of the last count.
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import sys
-import threading
 from types import CodeType, FrameType
 from typing import Any
 
@@ -30,6 +28,7 @@ from distdiag.recorder.frames import (
     user_stack,
 )
 from distdiag.recorder.state import guarded, now_ns
+from distdiag.unpatched import Lock, start_new_thread
 
 PERIOD_S = 0.25
 WATCH_BEATS = 8  # between two checks that the monitor runs
@@ -60,9 +59,9 @@ class Pulse:
         self.request = ""  # path of the file in which a reader asks for a profile
         self.asked: Any = None  # called when that file exists
         # held until the end: waiting for a lock is one call, waiting for an Event many
-        self._going_on = threading.Lock()
+        self._going_on = Lock()
         self._going_on.acquire()
-        self._running = threading.Lock()  # held while the thread runs
+        self._running = Lock()  # held while the thread runs
         self._busy = BusyThread(recorder)
         self._gpu: int | None = None  # NVML's index, once looked up
         # by id of the code, which is kept: True if a backend is in it
@@ -72,7 +71,7 @@ class Pulse:
         """Start the thread."""
         self._running.acquire()
         try:
-            _thread.start_new_thread(self._run, ())
+            start_new_thread(self._run, ())
         except BaseException:
             self._running.release()
             raise
@@ -99,7 +98,7 @@ class Pulse:
 
     def forked(self) -> None:
         """Release, in a forked child, what the thread held: the thread itself is not in the child."""
-        self._running = threading.Lock()
+        self._running = Lock()
         if self.watch is not None:
             self.watch.close()
 

@@ -13,7 +13,6 @@ import os
 import re
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.page.layout import page_path
 from distdiag.terms.launchers import LAUNCHERS, OPEN_MPI, RANKS, SLURM, TORCHRUN, launched, number
+from distdiag.unpatched import now_s, sleep, wall_s
 
 ENV_DIR = "DISTDIAG_RUN_DIR"
 ENV_JOB = "DISTDIAG_JOB"
@@ -178,8 +178,8 @@ def launch_time() -> float:
     try:
         uptime = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError):
-        return time.time()
-    return time.time() - uptime + found[1] / os.sysconf("SC_CLK_TCK") if found else time.time()
+        return wall_s()
+    return wall_s() - uptime + found[1] / os.sysconf("SC_CLK_TCK") if found else wall_s()
 
 
 # -- decisions ------------------------------------------------------------------------------------------------
@@ -198,11 +198,11 @@ def decide(path: Path, text: str, root: Path | None = None) -> str:
     name = str(path.relative_to(folder))
     if not files.is_file(folder, name):
         files.create(folder, name, f"{text}\n".encode())
-    end = time.monotonic() + READ_S
+    end = now_s() + READ_S
     while not (found := files.text(folder, name, own=True)).endswith("\n"):
-        if time.monotonic() > end:
+        if now_s() > end:
             raise OSError(f"{path} was never finished by the process that created it")
-        time.sleep(0.01)
+        sleep(0.01)
     return found[:-1]
 
 

@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -32,11 +31,13 @@ from distdiag.recorder.descriptors import KeptFile
 from distdiag.recorder.frames import USER, absolute, kind_of, kind_of_file, user_stack
 from distdiag.recorder.other_nodes import OtherNodes
 from distdiag.recorder.pulse import Pulse
+from distdiag.recorder.start_monitor import NotStarted, Watch, start_monitor
 from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
 from distdiag.terms.launchers import LAUNCHERS, TORCHRUN, number
 from distdiag.terms.untrusted import cut, visible
 from distdiag.torch_modules import no_collection
+from distdiag.unpatched import Lock, wall_ns
 
 
 class Session:
@@ -261,7 +262,8 @@ class Session:
 
 current: Session | None = None
 of_test = False  # a rank of a pytest: most end within a second, for less CPU time than a monitor takes to start; the pulse starts it
-_lock = threading.Lock()
+_lock = Lock()
+DIRECTORY_HINT = "choose a writable directory with --run-dir"
 
 
 def start(run_dir: str | None, name: str | None, rank: int, world_size: int, local_rank: int) -> Session | None:
@@ -282,19 +284,20 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
             if state.RAISE:
                 raise
             if local_rank == 0:
-                report_not_recorded(e)
+                report_not_recorded(e, "" if isinstance(e, NotStarted) else DIRECTORY_HINT)
             return None
     if "torch" not in sys.modules or hasattr(sys.modules["torch"], "distributed"):
         after_import("torch", current.install)
     return current
 
 
-def report_not_recorded(error: Exception, hint: str = "choose a writable directory with --run-dir") -> None:
+def report_not_recorded(error: Exception, hint: str = DIRECTORY_HINT) -> None:
     """Print on stderr why nothing is recorded and what to do, one line each; nothing if the job has closed its stderr."""
     reason: object = error
     if isinstance(error, OSError) and error.strerror:
         reason = f"{error.filename}: {error.strerror}" if isinstance(error.filename, str) else error.strerror
-    lines = (f"distdiag: this job is not recorded: {reason}", f"hint: {hint}; the job itself continues")
+    goes_on = "the job itself continues"
+    lines = (f"distdiag: this job is not recorded: {reason}", f"hint: {hint}; {goes_on}" if hint else goes_on)
     with contextlib.suppress(Exception):  # closed, on a full disk, or the script's own object
         if sys.stderr is not None:
             sys.stderr.write("".join(f"{cut(visible(line))}\n" for line in lines))
@@ -320,7 +323,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     h.local_world_size = run_claim.local_world_size(rank, world_size)
     h.node = claim.node
     h.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
-    h.started_wall_ns, h.started_mono_ns = time.time_ns(), now_ns()
+    h.started_wall_ns, h.started_mono_ns = wall_ns(), now_ns()
     h.phase_since_ns = h.started_mono_ns
     h.heartbeat_ns = h.started_mono_ns
     h.process_start_ticks = procfs.start_ticks("self") or 0
@@ -337,8 +340,6 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     threading.excepthook = session.thread_excepthook
     atexit.register(session.close)
     run_claim.link_pages(directory, claim.pages)
-    from distdiag.recorder.start_monitor import Watch, start_monitor
-
     session.stacks_on_signals()
     of_node = directory, claim.pages, claim.node, claim.overflow
     if not of_test:

@@ -7,17 +7,19 @@ no monitor runs, and starts one: at first, and again after the monitor was kille
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
+import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from distdiag import files
 from distdiag.page import directories
 from distdiag.recorder.descriptors import KeptFile
+from distdiag.unpatched import now_s, posix_spawn, sleep, waitpid
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Options:
 
 options = Options()  # for this process and its children
 MAX_PATHS = 200  # of a build system's; the kernel takes arguments of up to 128 KiB
+STARTS = 6  # most starts of one node's monitor: one that dies each time is a bug of ours, and costs the job CPU
 STARTED_S = 20.0  # the monitor's first half ends at once
 # What the job has open is not the monitor's. Python's own library comes first on the path: a package may have a module of the same name.
 _PROGRAM = """\
@@ -41,11 +44,23 @@ for fd in {int(fd) for fd in os.listdir("/proc/self/fd")} - {0, 1, 2, int(sys.ar
     with contextlib.suppress(OSError):
         os.close(fd)
 sys.path += json.loads(sys.argv[1])
+lock = int(sys.argv[2])
 sys.argv[:] = ["distdiag.monitor", *sys.argv[3:]]
-import distdiag.monitor.__main__ as program
-program.run()
-"""
-STARTS = 6  # most starts of one node's monitor: one that dies each time is a bug of ours, and costs the job CPU
+try:
+    import distdiag.monitor.__main__ as program
+    program.run()
+except ImportError as e:  # each further start would fail, too
+    os.write(lock, b"." * STARTS)
+    if "--quiet" not in sys.argv and os.environ.get("DISTDIAG_QUIET") != "1":
+        hint = f"pip install {e.name.partition('.')[0]}" if e.name else "install distdiag again"
+        sys.stderr.write(f"distdiag: this job is not recorded: {e}\\nhint: {hint}; the job itself continues\\n")
+""".replace("STARTS", str(STARTS))
+# Variables of the job's Python that the monitor needs, too. Any other may print (PYTHONVERBOSE), slow down, or name a debugger.
+_PYTHON = ("PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
+
+
+class NotStarted(OSError):
+    """The monitor's process could not be started; the run directory is not the reason."""
 
 
 def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: bool = False) -> bool:
@@ -63,7 +78,8 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
         quiet: The monitor prints nothing, because stderr is not the job's.
 
     Raises:
-        OSError: no process could be started.
+        NotStarted: no process could be started.
+        OSError: the lock cannot be used.
     """
     # not the lowest number: where the script has closed its standard streams, it is that of one of the monitor's
     lock = KeptFile(files.open_own(pages, directories.MONITOR_LOCK, os.O_RDWR | os.O_APPEND)).fd
@@ -120,9 +136,9 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
     waits for it.
 
     Raises:
-        OSError: no process could be started, or its first half did not end.
+        NotStarted: no process could be started, or its first half did not end.
     """
-    env = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "PYTHONPATH", "PYTHONINSPECT")}
+    env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD" and (not k.startswith("PYTHON") or k in _PYTHON)}
     command = [
         _interpreter(), "-P", "-S", "-X", "utf8", "-c", _PROGRAM, json.dumps(_import_path()), str(lock), str(run_dir), "--pages", str(pages),
         "--overflow", str(overflow), "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
@@ -135,13 +151,19 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
         (os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(2 + quiet)
     ]
     actions.append((os.POSIX_SPAWN_DUP2, lock, lock))  # a descriptor duplicated onto itself is inherited
-    pid = os.posix_spawn(command[0], command, env, file_actions=actions, setsid=True)
-    deadline = time.monotonic() + STARTED_S
+    try:
+        pid = posix_spawn(command[0], command, env, file_actions=actions, setsid=True)
+    except OSError as e:
+        raise NotStarted(e.errno, f"no process could be started: {e.strerror}") from None
+    deadline = now_s() + STARTED_S
     with contextlib.suppress(ChildProcessError):  # the script's own handler of SIGCHLD has waited for it
-        while not os.waitpid(pid, os.WNOHANG)[0]:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the monitor did not start")
-            time.sleep(0.005)
+        while not waitpid(pid, os.WNOHANG)[0]:
+            if now_s() > deadline:
+                os.killpg(pid, signal.SIGKILL)  # stopped by a debugger or by the kernel
+                sleep(0.1)
+                waitpid(pid, os.WNOHANG)  # it may be in the kernel still
+                raise NotStarted(errno.ETIMEDOUT, f"its monitor did not start within {STARTED_S:g} s")
+            sleep(0.005)
 
 
 def _interpreter() -> str:

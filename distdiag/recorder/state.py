@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import json
 import os
-import threading
-import time
 import traceback
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from distdiag import unpatched
 from distdiag.errors import in_own_tests
 from distdiag.page.layout import CALLERS
 from distdiag.page.writer import PageWriter
@@ -25,7 +24,7 @@ from distdiag.recorder.frames import USER, absolute, in_helper, kept, kind_of, l
 P = ParamSpec("P")
 R = TypeVar("R")
 
-now_ns = time.monotonic_ns
+now_ns = unpatched.now_ns
 RAISE = in_own_tests()
 VARIABLE = "DISTDIAG"  # 1: record whatever joins a process group; 0: record nothing
 
@@ -36,7 +35,7 @@ class Recorder:
     def __init__(self, writer: PageWriter) -> None:
         self.page = writer
         self.header = writer.header
-        self.main_thread = threading.main_thread().ident
+        self.main_thread = unpatched.main_thread()
         # CUDA device of the job's parameters, set by the main thread: in any other thread the current device is 0
         self.device: int | None = None
         # by id of the code and instruction: a line number must be decoded, and hashing a code object is slow

@@ -1,8 +1,8 @@
-"""Hides the recorder's own reads of tensors from the user's modes and tensor subclasses.
+"""Hides the recorder's own reads of tensors from the user's modes, tensor subclasses and profilers.
 
 A `TorchFunctionMode` or `TorchDispatchMode` of the script, and a tensor subclass with `__torch_function__`, are called for every
-operation on a tensor, even for reading its shape. They must see only the job's operations: profilers and flop counters depend on
-it. The guards cost about a microsecond, so they are entered only if a mode is active or a tensor is of a subclass.
+operation on a tensor, even for reading its shape; `torch.profiler` records each. They must see only the job's operations: flop
+counters depend on it. The guards cost about a microsecond, so they are entered only if a mode is active or a tensor is of a subclass.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ function_modes: Any = int
 dispatch_modes: Any = int
 _disable_functions: Any = None
 _disable_dispatch: Any = None
+_enable_profiler: Any = None  # for this thread: False hides operations from torch.profiler and ExecutionTraceObserver
 _NO_DISPATCH: Any = None  # `__torch_dispatch__` of a class that does not override it
 
 
 class unseen:
-    """Context in which operations reach neither the modes of this thread nor `__torch_function__` of a subclass."""
+    """Context in which operations reach no mode of this thread, no `__torch_function__` of a subclass and no profiler."""
 
     __slots__ = ("_dispatch", "_functions")
 
@@ -27,19 +28,22 @@ class unseen:
         self._functions, self._dispatch = _disable_functions(), _disable_dispatch()
         self._functions.__enter__()
         self._dispatch.__enter__()
+        _enable_profiler(False)
 
     def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
+        _enable_profiler(True)
         self._dispatch.__exit__(*raised)
         self._functions.__exit__(*raised)
 
 
 def install() -> None:
     """Use torch's functions; called when torch has been imported."""
-    global function_modes, dispatch_modes, _disable_functions, _disable_dispatch, _NO_DISPATCH
+    global function_modes, dispatch_modes, _disable_functions, _disable_dispatch, _enable_profiler, _NO_DISPATCH
     from torch import _C
 
     _disable_functions, _disable_dispatch = _C.DisableTorchFunction, _C._DisableTorchDispatch
     _NO_DISPATCH = _C._disabled_torch_dispatch_impl
+    _enable_profiler = getattr(getattr(_C, "_autograd", None), "_enable_record_function", bool)
     function_modes, dispatch_modes = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
 
 

@@ -9,15 +9,15 @@ The server's thread aborts the process if its socket is closed, and a script may
 
 from __future__ import annotations
 
-import _thread
+import _socket
 import ctypes
 import os
-import socket
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+from distdiag.unpatched import Lock, get_native_id, now_s, sleep, start_new_thread
 
 MAX_SOCKET_PATH = 107  # sockaddr_un
 FATAL = 3  # a log level of c10
@@ -35,16 +35,18 @@ class Server:
 
     def __init__(self, server_class: Any, path: Path, level: ctypes.c_int) -> None:
         self._error: BaseException | None = None
-        self._made, self._ending, self._ended = (_thread.allocate_lock() for _ in range(3))
+        self._made, self._ending, self._ended = (Lock() for _ in range(3))
         for lock in (self._made, self._ending, self._ended):
             lock.acquire()
-        _thread.start_new_thread(self._run, (server_class, str(path), level))
+        start_new_thread(self._run, (server_class, str(path), level, get_native_id()))
         self._made.acquire()
         if self._error is not None:
             raise self._error
 
-    def _run(self, server_class: Any, path: str, level: ctypes.c_int) -> None:
+    def _run(self, server_class: Any, path: str, level: ctypes.c_int, creator: int) -> None:
         try:
+            if get_native_id() == creator:  # it would close all that the script has open
+                raise RuntimeError("no thread of its own")
             _own_descriptors()
             with _only_fatal(level):
                 server = server_class(path)
@@ -118,11 +120,11 @@ def stop(server: Server, path: Path) -> None:
 
 def _idle(path: Path) -> bool:
     """Wait until the server has no connection any more; False if it still has one after `BUSY_S`."""
-    name, deadline = f" {path}", time.monotonic() + BUSY_S
+    name, deadline = f" {path}", now_s() + BUSY_S
     while any(line.rstrip("\n").endswith(name) and line.split()[3] != LISTENS for line in _unix_sockets()):
-        if time.monotonic() > deadline:
+        if now_s() > deadline:
             return False
-        time.sleep(0.005)
+        sleep(0.005)
     return True
 
 
@@ -134,7 +136,8 @@ def _unix_sockets() -> list[str]:
 def _answers(path: Path) -> bool:
     """True if the server on `path` responds to a request within `ANSWER_S`."""
     request = b"POST /handler/ping HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-    with socket.socket(socket.AF_UNIX) as connection:
+    # below `socket`, whose functions gevent replaces
+    with closing(_socket.socket(_socket.AF_UNIX)) as connection:
         connection.settimeout(ANSWER_S)
         try:
             connection.connect(str(path))

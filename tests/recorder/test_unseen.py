@@ -1,4 +1,4 @@
-"""A script's modes and tensor subclasses see the operations of the job, and none of the recorder's."""
+"""A script's modes, profiler and tensor subclasses see the operations of the job, and none of the recorder's."""
 
 from __future__ import annotations
 
@@ -75,12 +75,16 @@ with Functions():
 with Operators():
     train("operators")
 train("subclass", lambda x: x.as_subclass(Mine))
+with torch.profiler.profile() as profile:
+    train("profiled")
+seen.extend(sorted(f"{k.key}:{k.count}" for k in profile.key_averages() if k.key.startswith("aten::")))
+part("profiler")
 dist.destroy_process_group()
 out.close()  # a file that is left open is not always flushed when Python ends
 """
 
 
-def test_modes_and_subclasses_see_only_the_jobs_operations(tmp_path: Path) -> None:
+def test_modes_profiler_and_subclasses_see_only_the_jobs_operations(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     seen = []
     for pure, *before in (
@@ -94,7 +98,7 @@ def test_modes_and_subclasses_see_only_the_jobs_operations(tmp_path: Path) -> No
             assert job.wait() == 0, job.tail()
         seen.append((tmp_path / f"seen{len(seen)}").read_text().splitlines())
     alone, compiled, python = seen
-    assert len(alone) == 2 + 3 * 12 and sum(len(line.split()) for line in alone) > 500
+    assert len(alone) == 2 + 4 * 12 + 1 and sum(len(line.split()) for line in alone) > 500
     assert compiled == alone
     assert python == alone
 

@@ -127,3 +127,25 @@ print(witness._answers(path), flush=True)
 witness.stop(server, path)
 print("stopped", flush=True)
 """
+
+
+IN_THE_CALLING_THREAD = """
+import os, sys
+from pathlib import Path
+import torch.distributed
+from distdiag.recorder import witness
+
+witness.start_new_thread = lambda function, args: function(*args)
+before = set(os.listdir("/proc/self/fd"))
+try:
+    witness.start(Path(sys.argv[1]))
+except RuntimeError as e:
+    print(e, set(os.listdir("/proc/self/fd")) == before, flush=True)
+os._exit(0)
+"""
+
+
+def test_a_server_without_a_thread_of_its_own_closes_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", IN_THE_CALLING_THREAD, str(tmp_path / "r0.sock")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "no thread of its own True\n"

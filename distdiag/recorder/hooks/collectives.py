@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any
 
 from torch.distributed import distributed_c10d as dist
@@ -39,6 +38,7 @@ from distdiag.recorder.hooks.group_counters import Batch, Group
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.terms.backends import NO_PAIRS, PAIRS, blocks_host, ignores_tags, in_group_communicator
 from distdiag.terms.ranks import fold_ranks
+from distdiag.unpatched import get_ident
 
 # method of ProcessGroup -> (torch.distributed's name, index of the argument with the tensors)
 METHODS: dict[str, tuple[str, int]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import zlib
-from threading import get_ident
 from types import FrameType
 from typing import Any
 
@@ -21,6 +20,7 @@ from distdiag.recorder.hooks.unused_parameters import NAMES_KEPT
 from distdiag.recorder.hooks.wrapped_model import Model
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import unseen
+from distdiag.unpatched import get_ident
 
 
 @guarded

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Embedding, EmbeddingBag
 
 from distdiag.page.layout import ModelSlot
 from distdiag.recorder.state import failed, now_ns
+from distdiag.unpatched import wall_ns
 
 if TYPE_CHECKING:
     from distdiag.page.writer import PageWriter
@@ -65,7 +65,7 @@ class DdpTimes:
             self._iteration = iteration
             self._write_buckets(ddp, page, data)
             # DDP's times are those of the wall clock
-            began_ns = data.get("backward_compute_time_start", 0) - time.time_ns() + now_ns()
+            began_ns = data.get("backward_compute_time_start", 0) - wall_ns() + now_ns()
             page.add(
                 "ddp_times", model=self._index, began_ns=max(0, began_ns), per_step=per_step, comm_ns=comm_ns,
                 overlap_ns=data.get("backward_compute_comm_overlap_time", 0),

@@ -8,7 +8,6 @@ the counter is measured and subtracted.
 from __future__ import annotations
 
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
@@ -23,6 +22,7 @@ from distdiag.recorder.hooks.flight_recorders import OWN, Hook, devices, hook_of
 from distdiag.recorder.state import guarded
 from distdiag.terms.backends import blocks_host, may_count_messages
 from distdiag.terms.ranks import fold_ranks
+from distdiag.unpatched import Lock
 
 UNFOLLOWED_KEPT = 16
 OFFSETS_KEPT = 16  # offsets kept; the flight recorder's newest numbers are only a few collectives old
@@ -160,7 +160,7 @@ class Groups:
         self.generation = 0
         self.lost = False  # the default group has other members than torch's records of later groups assume
         self.unfollowed: dict[int, Any] = {}  # by id: groups that are not registered again
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def group(self, pg: Any) -> Group | None:
         """Return the group of a ProcessGroup; it is registered when first seen."""

@@ -68,7 +68,8 @@ class NonFinite:
         if self.ledger.bad_losses == 1:
             self._harmless = False
             self._suspect(SampleKind.NONFINITE_LOSS, value, None, site)
-            self._check_input(site)
+            with unseen():
+                self._check_input(site)
         elif self.ledger.bad_losses == at_most:
             self._report_suspects()
 

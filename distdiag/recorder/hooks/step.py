@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ from distdiag.recorder.hooks.device_clock import cuda_clock
 from distdiag.recorder.hooks.loaders import samples_of
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.wrapped_model import Model, watch_forward
-from distdiag.recorder.hooks.wrapping import hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import UNCOUNTED, hide_frame, wraps
 from distdiag.recorder.state import guarded, now_ns
+from distdiag.unpatched import get_ident
 
 _PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")
 _MICRO_STEPS = word("micro_steps")
@@ -314,7 +314,8 @@ def autograd_backward(accounting: StepAccounting, original: Method) -> Method:
     """Return the hook of `torch.autograd.backward`."""
     begins, ends = _backward_begins(accounting), _backward_ends(accounting)
 
-    @wraps(original)
+    # torch's hooks name the line that called backward by the number of frames
+    @wraps(original, file=UNCOUNTED)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         began = begins(tensors)
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any
 
 from distdiag.page.layout import Phase, word
@@ -25,6 +24,7 @@ from distdiag.recorder.hooks.tensor_samples import Gradients, Samples, capturing
 from distdiag.recorder.hooks.unused_parameters import UnusedParameters
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.recorder.unseen import unseen
+from distdiag.unpatched import get_ident
 
 # Plain numbers and words of the header: they are written many times a step, in the cheapest way.
 _PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")

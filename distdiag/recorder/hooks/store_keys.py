@@ -6,7 +6,6 @@ A thread that asks for one key again and again waits for it, too.
 from __future__ import annotations
 
 import sys
-from threading import get_ident
 from typing import Any
 
 from torch._C import _distributed_c10d as c10d
@@ -16,6 +15,7 @@ from distdiag.recorder.frames import kind_of
 from distdiag.recorder.hooks.wrapping import around
 from distdiag.recorder.state import Recorder, guarded, now_ns
 from distdiag.terms.frames import LIBRARY
+from distdiag.unpatched import get_ident
 
 _WAIT = ("get", "wait", "multi_get", "queue_pop", "barrier")
 _SET = ("set", "add", "append", "compare_set", "multi_set", "queue_push")

@@ -22,15 +22,21 @@ Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
 
 _wrappers: list[CodeType] = []
+# `warnings` skips a frame whose file has both words in its name (is_internal_frame) when it counts `stacklevel`.
+UNCOUNTED = "<frozen importlib._bootstrap of distdiag>"
 _OURS = ("distdiag.recorder", "distdiag.page", "distdiag.terms")
 
 
-def wraps(original: Callable[..., Any], traced: Callable[..., Any] | None = None) -> Callable[[F], F]:
+def wraps(
+    original: Callable[..., Any], traced: Callable[..., Any] | None = None, file: str | None = None
+) -> Callable[[F], F]:
     """Decorator for a Python function that calls and replaces `original`; `torch.compile` traces `traced` instead.
 
     Args:
         original: The wrapped function, which provides name and docstring.
         traced: The function that compiled code runs in place of the wrapper; `original` if None.
+        file: File name of the wrapper's frame; that of `original` if None. `UNCOUNTED` keeps the place of warnings that are
+            issued below the wrapper.
     """
 
     def decorate(wrapper: F) -> F:
@@ -39,7 +45,7 @@ def wraps(original: Callable[..., Any], traced: Callable[..., Any] | None = None
         code = getattr(original, "__code__", None)
         if code is not None:  # torch.compile decides by the file of a module's `forward` how to call it
             wrapper.__code__ = wrapper.__code__.replace(  # type: ignore[attr-defined]
-                co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
+                co_filename=file or code.co_filename, co_firstlineno=code.co_firstlineno
             )
         _wrapper(wrapper.__code__)  # type: ignore[attr-defined]
         return wrapper
