@@ -73,7 +73,7 @@ class Announcer:
         self._write("\n" + _marked(finding_lines(f, _WIDTH)))
 
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
-        """Print how the job ended, the first error in full, one line per other finding, and the command for the rest.
+        """Print how the job ended, the newest error in full, one line per other finding, and the command for the rest.
 
         The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them.
         Nodes other than the first judge only their own ranks and name the directory of the verdict on all
@@ -83,7 +83,7 @@ class Announcer:
             own: Findings about distdiag itself.
         """
         every = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
-        every.sort(key=lambda f: f.severity != Severity.ERROR)
+        every.sort(key=lambda f: (f.severity != Severity.ERROR, -(f.detected_s or 0.0)))  # as `diagnose` shows them
         found, cleared = ([f for f in every if (f.cleared_s is not None) == gone] for gone in (False, True))
         where = self.run_dir
         with contextlib.suppress(ValueError):

@@ -41,6 +41,21 @@ def test_the_summary_counts_what_diagnose_counts(tmp_path: Path, capfd: pytest.C
     assert "[distdiag]   error stall: rank 1 is busy (cleared)" in lines
 
 
+def test_the_summary_has_the_order_of_diagnose(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The newest error leads: it was found from what the older one left."""
+    lost, mismatch = (
+        Finding(kind=kind, cause=cause, severity=Severity.ERROR, certainty=Certainty.PROVED, message=kind, detected_s=t)
+        for kind, cause, t in (("rank_lost", "killed", 11.0), ("mismatch", "shape", 35.0))
+    )
+    diagnosis = Diagnosis(source=lambda file: None, state=State.FAILED)
+    Announcer(tmp_path, quiet=False).summary(diagnosis, (lost, mismatch))
+    lines = capfd.readouterr().err.splitlines()
+    assert [line for line in lines if "error " in line.lower()] == [
+        "[distdiag] █ ERROR mismatch/shape  mismatch",
+        "[distdiag]   error rank_lost: rank_lost",
+    ]
+
+
 def test_a_stall_replaced_by_a_deadlock_needs_no_correction(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     announcer = Announcer(tmp_path, quiet=False)
     stall = Finding(
