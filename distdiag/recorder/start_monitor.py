@@ -56,7 +56,7 @@ except ImportError as e:  # each further start would fail, too
         sys.stderr.write(f"distdiag: this job is not recorded: {e}\\nhint: {hint}; the job itself continues\\n")
 """.replace("STARTS", str(STARTS))
 # Variables of the job's Python that the monitor needs, too. Any other may print (PYTHONVERBOSE), slow down, or name a debugger.
-_PYTHON = ("PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
+_PYTHON = ("PYTHONHOME", "PYTHONPLATLIBDIR", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONIOENCODING")
 
 
 class NotStarted(OSError):

@@ -1,0 +1,60 @@
+"""A monitor whose process does not start: it is ended, and the rank's line names the reason, not the run directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distdiag.page import directories
+from distdiag.recorder import session, start_monitor, state
+from distdiag.recorder.start_monitor import NotStarted
+from tests.jobs import runs, wait_for
+
+
+def _pages(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    pages = tmp_path / "pages"
+    directories.make(pages, tmp_path / "run")
+    return pages
+
+
+def test_a_process_that_does_not_get_going_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that a debugger holds."""
+    program, pids, spawn = tmp_path / "python", [], start_monitor.posix_spawn
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+
+    def spawned(*args: Any, **kwargs: Any) -> int:
+        pids.append(spawn(*args, **kwargs))
+        return pids[0]
+
+    monkeypatch.setattr(start_monitor, "_interpreter", lambda: str(program))
+    monkeypatch.setattr(start_monitor, "posix_spawn", spawned)
+    monkeypatch.setattr(start_monitor, "STARTED_S", 0.2)
+    pages = _pages(tmp_path)
+    with pytest.raises(NotStarted, match="did not start within"):
+        start_monitor.start_monitor(tmp_path / "run", pages, 0, pages)
+    wait_for(lambda: not runs(pids[0]), 10, "the process to end")
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_the_hint_fits_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], directory: bool
+) -> None:
+    def fails(*_: object) -> None:
+        if directory:
+            raise PermissionError(13, "Permission denied", "reports")
+        monkeypatch.setattr(start_monitor, "_interpreter", lambda: os.devnull)  # not executable
+        pages = _pages(tmp_path)
+        start_monitor.start_monitor(tmp_path / "run", pages, 0, pages)
+
+    monkeypatch.setattr(session, "_start", fails)
+    monkeypatch.setattr(state, "RAISE", False)
+    assert session.start(None, None, 0, 1, 0) is None
+    first, second = capfd.readouterr().err.splitlines()
+    assert first.startswith("distdiag: this job is not recorded: ")
+    assert ("no process could be started" in first) is not directory
+    assert ("--run-dir" in second) is directory and second.endswith("the job itself continues")
