@@ -40,7 +40,7 @@ def install() -> None:
             return deferred.enter_group(private, args, kwargs)
         except BaseException as e:
             replace(original, init_process_group)  # the script may try again
-            deferred.hide_frame(e)
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
             raise
 
     init_process_group._distdiag = original  # type: ignore[attr-defined]

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from distdiag.recorder.hooks.wrapping import hide_frame
-
 
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Calls `then` once, right after module `name` has been executed."""
@@ -31,7 +29,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             try:
                 execute(module)
             except BaseException as e:
-                hide_frame(e)
+                e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
                 raise
             del loader.exec_module  # restore the loader: pickles and reloads must not see our function
             then()

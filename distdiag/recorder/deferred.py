@@ -13,7 +13,7 @@ from typing import Any
 
 from distdiag.recorder import joining, run_claim, session, start_monitor, state
 from distdiag.recorder.after_import import after_import
-from distdiag.recorder.hooks.wrapping import UNCOUNTED, hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import UNCOUNTED, wraps
 from distdiag.recorder.state import VARIABLE, guarded, switched_off
 from distdiag.terms.launchers import TORCHRUN, launched, number
 from distdiag.torch_modules import replace
@@ -72,7 +72,7 @@ def enter_group(
     try:
         out = dist.init_process_group(*args, **kwargs)
     except BaseException as e:
-        hide_frame(e)
+        e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
         raise
     if wanted:
         _join_group(dist, run_dir, name)
@@ -116,7 +116,7 @@ def _becomes_rank(run_dir: str | None, name: str | None, spawned: bool) -> None:
                 return enter_group(dist, args, kwargs, run_dir, name, spawned)
             except BaseException as e:
                 replace(original, init_process_group)  # the script may try again
-                hide_frame(e)
+                e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
                 raise
 
         replace(dist.init_process_group, init_process_group)
@@ -132,7 +132,7 @@ def _becomes_rank(run_dir: str | None, name: str | None, spawned: bool) -> None:
         try:
             return function(*args, **kwargs)
         except BaseException as e:
-            hide_frame(e)
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
             raise
 
     torch.autograd.backward = backward
@@ -163,7 +163,7 @@ class _Child:
         try:
             return self.target(*args, **kwargs)
         except BaseException as e:
-            hide_frame(e)
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
             raise
 
 

@@ -246,7 +246,7 @@ class Session:
                 from distdiag.recorder import witness
 
                 witness.stop(server, self._socket())
-            except Exception as e:
+            except (Exception, KeyboardInterrupt) as e:  # a second Ctrl-C, while the process ends by the first
                 self.recorder.failed(e)
 
     def detach(self) -> None:

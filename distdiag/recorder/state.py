@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -116,11 +117,17 @@ current: Recorder | None = None
 
 
 def failed(error: Exception) -> None:
-    """Count a failure of the recorder in the page; raise it if `RAISE`."""
-    if RAISE:
+    """Count a failure of the recorder in the page; raise it if `RAISE`, or if it is the job's own."""
+    if RAISE or _of_handler(error):
         raise error
     if current is not None:
         current.failed(error)
+
+
+def _of_handler(error: Exception) -> bool:
+    """True if a signal's handler has raised `error` while a hook ran: a timeout of the job by SIGALRM."""
+    handlers = [getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()]
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def guarded(f: Callable[P, R]) -> Callable[P, R | None]:

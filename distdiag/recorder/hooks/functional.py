@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from distdiag.recorder.hooks.collectives import METHODS, Collectives
 from distdiag.recorder.hooks.group_counters import Group
 from distdiag.recorder.hooks.wrap_collectives import local, wrap_wait
-from distdiag.recorder.hooks.wrapping import around, hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import around, settle, settle_late, wraps
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import has_memory
 
@@ -55,6 +55,8 @@ def install(collectives: Collectives, module: Any) -> None:
 def _wrap(collectives: Collectives, module: Any, original: Any, method: str, group_at: int) -> Any:
     """Return `original`, a functional collective, with its call recorded."""
 
+    failed = collectives.failed
+
     @guarded
     def begin(args: tuple, kwargs: dict) -> tuple[int, Group, bool, int] | None:
         if not args or module._are_we_tracing() or not _is_real(module, args[0]):
@@ -70,19 +72,24 @@ def _wrap(collectives: Collectives, module: Any, original: Any, method: str, gro
 
     @wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        began = None if getattr(local, "inside", False) else begin(args, kwargs)
-        if began is None:
-            return original(*args, **kwargs)
-        number, group, main, _ = began
-        local.inside, local.functional = True, ([number], group, main)
+        began = None
         try:
-            return original(*args, **kwargs)
-        except BaseException as e:
-            hide_frame(e)
-            collectives.failed(number, group, method, e)
-            raise
-        finally:
+            began = None if getattr(local, "inside", False) else begin(args, kwargs)
+            if began is None:
+                return original(*args, **kwargs)
+            local.inside, local.functional = True, ([began[0]], *began[1:3])
+            out = original(*args, **kwargs)
             local.inside, local.functional = False, None
+            return out
+        except BaseException as e:
+            if began is not None:
+                local.inside, local.functional = False, None
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
+            try:
+                settle(e, failed if began else None, (*(began or ())[:2], method, e))
+            except BaseException as late:
+                settle_late(late, e, failed if began else None, (*(began or ())[:2], method, e))
+            raise
 
     return call
 

@@ -23,7 +23,7 @@ from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.ddp_models import constructed, constructing
 from distdiag.recorder.hooks.step import autograd_backward, ddp_forward, ddp_sync_buffers, loader_next
 from distdiag.recorder.hooks.step_accounting import StepAccounting
-from distdiag.recorder.hooks.wrapping import around, wraps
+from distdiag.recorder.hooks.wrapping import around, settle, wraps
 from distdiag.recorder.state import guarded, now_ns
 
 
@@ -50,7 +50,12 @@ def _hook_optimizers(accounting: StepAccounting) -> None:
 def _in_eager_code(hook: Any) -> Any:
     @wraps(_not_traced, traced=_not_traced)
     def call(optimizer: Any, args: Any, kwargs: Any) -> None:
-        hook(optimizer, args, kwargs)
+        try:
+            hook(optimizer, args, kwargs)
+        except BaseException as e:
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
+            settle(e)
+            raise
 
     return call
 

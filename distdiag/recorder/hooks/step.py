@@ -21,7 +21,7 @@ from distdiag.recorder.hooks.device_clock import cuda_clock
 from distdiag.recorder.hooks.loaders import samples_of
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.wrapped_model import Model, watch_forward
-from distdiag.recorder.hooks.wrapping import UNCOUNTED, hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import UNCOUNTED, settle, settle_late, wraps
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.unpatched import get_ident
 
@@ -57,22 +57,29 @@ def loader_next(accounting: StepAccounting, original: Method) -> Method:
         if not ledger.batch:
             ledger.batch = n
 
+    def exhausted(iterator: Any, began: int, error: BaseException) -> None:
+        if isinstance(error, StopIteration):
+            loaders.ends(iterator)
+            ledger.data_ns += accounting.leave() - began
+
     begins, ends = fast_hook(ledger, "data_begins", slow_begins), fast_hook(ledger, "data_ends", slow_ends)
 
     @wraps(original)
     def __next__(self: Any) -> Any:
-        began = begins(self)
+        began = 0
         try:
+            began = begins(self)
             batch = original(self)
+            if began:
+                ends(self, batch, began)
+            return batch
         except BaseException as e:
-            hide_frame(e)
-            if began and isinstance(e, StopIteration):
-                loaders.ends(self)
-                ledger.data_ns += accounting.leave() - began
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
+            try:
+                settle(e, exhausted if began else None, (self, began, e))
+            except BaseException as late:
+                settle_late(late, e, exhausted if began else None, (self, began, e))
             raise
-        if began:
-            ends(self, batch, began)
-        return batch
 
     return __next__
 
@@ -91,7 +98,7 @@ def batches(accounting: StepAccounting, iterable: Iterable[Any], length: int | N
                 accounting.loaders.ends(iterator)
             return
         except BaseException as e:
-            hide_frame(e)
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
             raise
         if not here:  # prefetched by a thread: count its batches, not its waits
             _count(accounting, iterator, batch)
@@ -170,19 +177,26 @@ def ddp_forward(accounting: StepAccounting, original: Method) -> Method:
     accounting.ledger.cuda = _CUDA
     begins, ends = _forward_begins(accounting), _forward_ends(accounting)
 
+    def failed(module: Any, began: int, error: BaseException) -> None:
+        _forward_failed(accounting, models.get(id(module)), error)
+        ends(module, began)
+
     @wraps(original)
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        began = begins(self, inputs or tuple(kwargs.values()))
+        began = 0
         try:
-            return original(self, *inputs, **kwargs)
-        except BaseException as e:
-            hide_frame(e)
-            if began:
-                _forward_failed(accounting, models.get(id(self)), e)
-            raise
-        finally:
+            began = begins(self, inputs or tuple(kwargs.values()))
+            out = original(self, *inputs, **kwargs)
             if began:
                 ends(self, began)
+            return out
+        except BaseException as e:
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
+            try:
+                settle(e, failed if began else None, (self, began, e))
+            except BaseException as late:
+                settle_late(late, e, failed if began else None, (self, began, e))
+            raise
 
     return forward
 
@@ -238,15 +252,20 @@ def ddp_sync_buffers(accounting: StepAccounting, original: Method) -> Method:
 
     @wraps(original)
     def _sync_buffers(self: Any) -> Any:
-        began = begins(self)
+        began = 0
         try:
-            return original(self)
-        except BaseException as e:
-            hide_frame(e)
-            raise
-        finally:
+            began = begins(self)
+            out = original(self)
             if began:
                 ends(began)
+            return out
+        except BaseException as e:
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
+            try:
+                settle(e, ends if began else None, (began,))
+            except BaseException as late:
+                settle_late(late, e, ends if began else None, (began,))
+            raise
 
     return _sync_buffers
 
@@ -314,19 +333,26 @@ def autograd_backward(accounting: StepAccounting, original: Method) -> Method:
     """Return the hook of `torch.autograd.backward`."""
     begins, ends = _backward_begins(accounting), _backward_ends(accounting)
 
+    def failed(began: int, error: BaseException) -> None:
+        note_caught(accounting.recorder, error)
+        ends(began)
+
     # torch's hooks name the line that called backward by the number of frames
     @wraps(original, file=UNCOUNTED)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        began = begins(tensors)
+        began = 0
         try:
-            return original(tensors, *args, **kwargs)
-        except BaseException as e:
-            hide_frame(e)
-            if began:
-                note_caught(accounting.recorder, e)
-            raise
-        finally:
+            began = begins(tensors)
+            out = original(tensors, *args, **kwargs)
             if began:
                 ends(began)
+            return out
+        except BaseException as e:
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
+            try:
+                settle(e, failed if began else None, (began, e))
+            except BaseException as late:
+                settle_late(late, e, failed if began else None, (began, e))
+            raise
 
     return backward

@@ -11,7 +11,7 @@ from torch._C import _distributed_c10d as c10d
 
 from distdiag.recorder import state
 from distdiag.recorder.hooks.collectives import METHODS, Collectives
-from distdiag.recorder.hooks.wrapping import around, as_c_method, hide_frame, wraps
+from distdiag.recorder.hooks.wrapping import around, as_c_method, settle, settle_late, wraps
 
 local = threading.local()  # `inside`: a recorded call runs, and what it calls is not recorded
 
@@ -38,19 +38,23 @@ def install(recorder: state.Recorder) -> Collectives:
 
 def wrap_wait(collectives: Collectives, original: Any, begins: Callable[[Any], tuple[int, bool] | None]) -> Any:
     """Return `original`, the method `wait` of a class of Work or `wait_tensor`, with the wait recorded."""
+    wait_ends = collectives.wait_ends
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        began = begins(self)
+        began = None
         try:
+            began = begins(self)
             done = original(self, *args, **kwargs)
+            if began is not None and began[0]:
+                wait_ends(*began, None)
+            return done
         except BaseException as e:  # not kept in a variable: its traceback holds this frame, and so the tensors
-            hide_frame(e)
-            if began is not None:
-                collectives.wait_ends(*began, e)
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
+            try:
+                settle(e, wait_ends if began else None, (*(began or ()), e))
+            except BaseException as late:
+                settle_late(late, e, wait_ends if began else None, (*(began or ()), e))
             raise
-        if began is not None and began[0]:
-            collectives.wait_ends(*began, None)
-        return done
 
     return wait
 
@@ -75,23 +79,29 @@ def _wrap_subclass(collectives: Collectives, cls: Any) -> None:
 
 def _wrap(collectives: Collectives, method: str, original: Any) -> Any:
     """Return `original`, a method of `ProcessGroup`, with its call recorded."""
+    failed = collectives.failed
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(local, "inside", False):  # a binding that calls another binding
-            return original(self, *args, **kwargs)
-        began = collectives.begin(self, method, args, kwargs)
-        local.inside = True
+        inside, began = True, None
         try:
+            inside = getattr(local, "inside", False)
+            if inside:  # a binding that calls another binding
+                return original(self, *args, **kwargs)
+            began = collectives.begin(self, method, args, kwargs)
+            local.inside = True
             work = original(self, *args, **kwargs)
-        except BaseException as e:
-            hide_frame(e)
-            if began is not None:
-                collectives.failed(*began[:2], method, e)
-            raise
-        finally:
             local.inside = False
-        if began is not None:
-            collectives.issued(*began, work, method)
-        return work
+            if began is not None:
+                collectives.issued(*began, work, method)
+            return work
+        except BaseException as e:
+            if not inside:
+                local.inside = False
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
+            try:
+                settle(e, failed if began else None, (*(began or ())[:2], method, e))
+            except BaseException as late:
+                settle_late(late, e, failed if began else None, (*(began or ())[:2], method, e))
+            raise
 
     return call

@@ -7,12 +7,18 @@ torch.compile is kept away in two ways, without importing `torch._dynamo`. A wra
 which torch marks functions to be traced in place of their wrappers: compiled code contains the original and nothing of ours. And
 every code object of the recorder is marked to be skipped as a frame, for frames that run between two compiled graphs. The mark is
 the C function behind `torch.compiler.disable`; it costs nothing at run time. All marks take 6 ms: they wait for `torch._dynamo`.
+
+A signal's handler (Ctrl-C) may raise wherever Python code runs, so also in a hook, and after C++ has raised an error meanwhile. A
+wrapper's handler therefore begins with `e.__traceback__ = e.__traceback__.tb_next`, which no signal interrupts because it calls
+nothing, then calls `settle`, and `settle_late` if that was interrupted.
 """
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import functools
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
@@ -79,25 +85,66 @@ def around(
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        began = begins(*args, **kwargs) if begins is not None else args
+        began, end = args, None
         try:
+            if begins is not None:
+                began = begins(*args, **kwargs)
+            end = ends
             out = original(*args, **kwargs)
-        except BaseException as e:  # not kept in a variable: its traceback holds this frame, and so the arguments
-            hide_frame(e)
             if ends is not None:
-                ends(began, None, e)
+                ends(began, out, None)
+            return out
+        except BaseException as e:  # not kept in a variable: its traceback holds this frame, and so the arguments
+            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
+            try:
+                settle(e, end, (began, None, e))
+            except BaseException as late:
+                settle_late(late, e, end, (began, None, e))
             raise
-        if ends is not None:
-            ends(began, out, None)
-        return out
 
     return as_c_method(call, original) if c_method else wraps(original)(call)
 
 
-def hide_frame(error: BaseException) -> None:
-    """Remove the calling wrapper's frame from the traceback of `error`; the wrapper then re-raises with a bare `raise`."""
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next
+def settle(error: BaseException, end: Function | None = None, args: tuple[Any, ...] = ()) -> None:
+    """Call `end`, and remove the recorder's frames from the traceback of `error`, which the wrapper then re-raises with a bare `raise`.
+
+    The frames are there if a signal's handler has raised `error` in a hook.
+    """
+    last, tb = None, error.__traceback__
+    while tb is not None:
+        following = tb.tb_next
+        if not str(tb.tb_frame.f_globals.get("__name__")).startswith(_OURS):
+            last = tb
+        else:
+            if _by_default_handler(error):  # its traceback ends in the hook, or in what that called
+                following = None
+            if last is None:
+                error.__traceback__ = following
+            else:
+                last.tb_next = following
+        tb = following
+    if end is not None:
+        end(*args)
+
+
+def settle_late(
+    late: BaseException, error: BaseException, end: Function | None = None, args: tuple[Any, ...] = ()
+) -> None:
+    """Settle `error` after a signal's handler has raised `late` meanwhile: the job's code is to get that signal, as it would have."""
+    settle(error, end, args)
+    if not _by_default_handler(late):
+        raise late
+    _ = _Signal(signal.SIGINT).again  # last, and an attribute: Python runs handlers after calls, not after reading one
+
+
+class _Signal(int):
+    """A signal's number; reading `again` lets Python treat it as just received."""
+
+    again = property(_thread.interrupt_main)
+
+
+def _by_default_handler(error: BaseException) -> bool:
+    return isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def skip(code: CodeType, callees: bool) -> None:
