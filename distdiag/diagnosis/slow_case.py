@@ -399,6 +399,9 @@ VETOES = (
     Veto(lambda c: c.light, "{c.rest} may only have less to do than the other ranks"),
     Veto(lambda c: c.busy and c.phase == "optimizer" and c.most.phase_ms < limits.concentrated * c.most.all_ms,
          "its optimizer step is only part of its excess: a slower core explains that"),
+    Veto(lambda c: c.least_lost == math.inf and 2 * c.most.phase_ms < c.most.all_ms,
+         "it works {c.most.all_ms:.0f} ms longer per step, only {c.most.phase_ms:.0f} ms of them in its {c.phase}: a slower core or too few CPUs "
+         "explain what all phases share"),
     Veto(lambda c: c.least_lost == math.inf,
          "its {c.phase} takes {c.ratio:.1f} times that of the others, beyond what a slower core or too few CPUs explain"),
     Veto(lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),

@@ -217,7 +217,7 @@ def mean_step_s(r: RankState) -> float | None:
 
 def part_ms(x: Step, phase: str) -> float:
     """Return one phase of a step without its waiting (which is in backward, or in the collectives of `other`), ms."""
-    waited = x.wait_ms - x.forward_wait_ms
+    waited = x.wait_ms - x.forward_wait_ms - x.optimizer_wait_ms
     if phase == "backward":
         return max(0.0, x.backward_ms - waited)
     if phase == "other":

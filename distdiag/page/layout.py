@@ -288,6 +288,7 @@ class StepRecord(Structure):
         ("forward_wait_ns", c_uint64),  # part of wait_ns in forward: DDP's broadcast of buffers
         # when this rank arrived at the step's first synchronisation; 0: before the last, none
         ("arrived_ns", c_uint64),
+        ("optimizer_wait_ns", c_uint64),  # part of wait_ns in optimizer steps: in collectives that they call
     ]
 
 

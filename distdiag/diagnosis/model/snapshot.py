@@ -210,8 +210,8 @@ class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """One optimizer step of one rank, ms.
 
     `arrived_s` and `ready_s` (run time) are when it arrived at the first and at the last synchronisation of the step.
-    `wait_ms` is its waiting for other ranks. Its part `forward_wait_ms`, for DDP's buffers, is not included in `forward_ms`; the
-    rest is included in `backward_ms` or `other_ms`.
+    `wait_ms` is its waiting for other ranks. Its parts `forward_wait_ms`, for DDP's buffers, and `optimizer_wait_ms`, in collectives of the
+    optimizer, are not included in `forward_ms` and `optimizer_ms`; the rest is included in `backward_ms` or `other_ms`.
     """
 
     step: int
@@ -231,6 +231,7 @@ class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     forward_wait_ms: float = 0.0
     arrived_s: Seconds | None = None
     epoch: int | None = None
+    optimizer_wait_ms: float = 0.0
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

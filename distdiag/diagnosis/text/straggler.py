@@ -77,7 +77,8 @@ _DO = {
     "no workers": _READS + "with num_workers=0 the dataset's own code runs in the training process: set num_workers",
     "forward": _COMPUTES,
     "backward": _COMPUTES,
-    "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging)",
+    "optimizer": "look for work in optimizer.step that only that rank does (hooks, logging); if each rank steps parameters of its own, share them "
+    "out by their cost, not by their number",
     "other": "move that work off the training step: do it in fewer steps, in the same step on all ranks, or in a thread",
     "idle": "it waits there and computes little: see for what (a lock that another thread holds, a disk, a socket, a sleep), and take that wait "
     "out of the step",

@@ -242,7 +242,7 @@ class RankHistory:
         for r in self._steps.new():
             step_ms = (r.end_ns - r.start_ns) / 1e6
             parts = (r.data_ns / 1e6, r.forward_ns / 1e6, r.backward_ns / 1e6, r.optimizer_ns / 1e6)
-            forward_wait_ms = r.forward_wait_ns / 1e6
+            forward_wait_ms, optimizer_wait_ms = r.forward_wait_ns / 1e6, r.optimizer_wait_ns / 1e6
             step = Step(
                 step=r.step,
                 end_s=(r.end_ns - self._decoder.start_ns) / 1e9,
@@ -250,7 +250,7 @@ class RankHistory:
                 data_ms=parts[0],
                 forward_ms=max(0.0, parts[1] - forward_wait_ms),
                 backward_ms=parts[2],
-                optimizer_ms=parts[3],
+                optimizer_ms=max(0.0, parts[3] - optimizer_wait_ms),
                 wait_ms=min(r.wait_ns / 1e6, step_ms),
                 other_ms=max(0.0, step_ms - sum(parts)),
                 ready_s=self._decoder.s(r.ready_ns),
@@ -261,6 +261,7 @@ class RankHistory:
                 forward_wait_ms=forward_wait_ms,
                 arrived_s=self._decoder.s(r.arrived_ns),
                 epoch=r.epoch if r.epoch >= 0 else None,
+                optimizer_wait_ms=optimizer_wait_ms,
             )
             self.steps.append(step)
             if not self._warm and step.step > LIMITS.warm_up:

@@ -41,6 +41,7 @@ class Ledger:
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = 0
         self.wait_ns = 0  # the main thread's waiting for other ranks
         self.forward_wait_ns = 0  # its part in forward: DDP's broadcast of buffers
+        self.optimizer_wait_ns = 0  # its part in optimizer steps: the collectives that they call
         self.arrived_ns = 0  # when this step's first wait for other ranks began; 0: not yet
         self.ready_ns = 0  # when the gradient that is typically the last was ready
         self.last_ready_ns = 0  # when the last wait for a collective began
@@ -76,7 +77,7 @@ class Ledger:
         self._page.write_step(
             step, words[_EPOCH], self.step_start_ns, t, self.data_ns, 0, self.forward_ns, self.backward_ns, self.optimizer_ns,
             self.wait_ns, ready if ready > self.step_start_ns else 0, self.samples, self.batch, self.loss,
-            words[_DEVICE_BYTES], self.forward_wait_ns, self.arrived_ns,
+            words[_DEVICE_BYTES], self.forward_wait_ns, self.arrived_ns, self.optimizer_wait_ns,
         )  # fmt: skip
         words[_STEP] = step
         self.begin_step(t)
@@ -85,7 +86,7 @@ class Ledger:
         """Begin a step at `t` with empty accounts."""
         self.step_start_ns = t
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = self.wait_ns = self.ready_ns = 0
-        self.forward_wait_ns = self.arrived_ns = 0
+        self.forward_wait_ns = self.arrived_ns = self.optimizer_wait_ns = 0
         self.samples = self.batch = 0
         self.loss = None
         words = self._page.words

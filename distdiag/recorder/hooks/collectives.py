@@ -78,7 +78,7 @@ _COUNTED_APART = _P2P | _BLOCKING  # gloo counts these in its counter of collect
 _BLOCKED, _BLOCKED_AT, _BLOCKED_SINCE, _STEP, _PHASE = map(
     word, ("blocked", "blocked_at", "blocked_since_ns", "step", "phase")
 )
-_BACKWARD = int(Phase.BACKWARD)
+_BACKWARD, _OPTIMIZER = int(Phase.BACKWARD), int(Phase.OPTIMIZER)
 _NO, _WAIT, _GROUP = int(Blocked.NO), int(Blocked.WAIT), int(Blocked.GROUP)
 _UNKNOWN_WORK = (0, False)
 
@@ -203,7 +203,7 @@ class Collectives(CallEntries):
             g.message_ends()
         if method in _BLOCKING:
             waited = self.unblock() if main else 0
-            self.ledger.wait_ns += waited
+            self._waited(waited)
             self.page.call_left(number, now_ns(), waited, failed=False)
             return
         if g.on_device:
@@ -327,13 +327,18 @@ class Collectives(CallEntries):
     def wait_ends(self, number: int, blocked: bool, error: BaseException | None) -> None:
         """Record that `Work.wait` has returned or raised. The first two arguments are what `wait_begins` returned."""
         waited = self.unblock() if blocked else 0
-        self.ledger.wait_ns += waited
+        self._waited(waited)
         if number:
             self.page.call_left(number, now_ns(), waited, failed=error is not None)
             for other in self._coalesced.pop(number, ()):
                 self.page.call_left(other, now_ns(), 0, failed=error is not None)
         if error is not None:
             note_caught(self.recorder, error)
+
+    def _waited(self, ns: int) -> None:
+        self.ledger.wait_ns += ns
+        if self.page.words[_PHASE] == _OPTIMIZER:
+            self.ledger.optimizer_wait_ns += ns
 
     # -- creating and destroying groups -------------------------------------------------------------
 

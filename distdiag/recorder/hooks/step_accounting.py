@@ -197,7 +197,7 @@ class StepAccounting:
             self.words[_EPOCH],
             self.words[_DEVICE_BYTES],
         )
-        forward_wait_ns, arrived_ns = ledger.forward_wait_ns, ledger.arrived_ns
+        waits = ledger.forward_wait_ns, ledger.arrived_ns, ledger.optimizer_wait_ns
         ready = ledger.ready_ns or ledger.last_ready_ns
         ready = ready if ready > start_ns else 0
 
@@ -206,7 +206,7 @@ class StepAccounting:
             begun_ns = start_ns if step_ns is None else t - min(step_ns, t)
             self.page.write_step(
                 step, epoch, begun_ns, t, data_ns, 0, of[Phase.FORWARD], of[Phase.BACKWARD], of[Phase.OPTIMIZER], wait_ns,
-                ready, samples, batch, loss, device_bytes, forward_wait_ns, arrived_ns,
+                ready, samples, batch, loss, device_bytes, *waits,
             )  # fmt: skip
 
         return write

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis import step_times
+from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
     Arrival,
@@ -37,6 +38,30 @@ def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, worl
     ranks.append(rank(late, steps=steps(80.0, phase, seed=late)))
     f = only(stragglers(job(*ranks)))
     assert (f.cause, f.culprits) == (cause, (late,))
+
+
+def test_waits_within_the_optimizer_are_not_of_backward() -> None:
+    """Each rank steps some parameters and sends them to the others, which wait for them there."""
+    theirs = tuple(
+        msgspec.structs.replace(x, backward_ms=x.backward_ms - 80.0, optimizer_wait_ms=80.0)
+        for x in steps(wait_ms=80.0)
+    )
+    s = job(rank(0, steps=theirs), rank(1, steps=steps(80.0, "optimizer", seed=1)), host_cpu_pct=100.0)
+    assert only(stragglers(s)).cause == "optimizer"
+
+
+def test_an_excess_that_is_in_no_phase_is_not_compared_by_one() -> None:
+    spread = ("forward", "backward", "optimizer")
+    own = tuple(
+        msgspec.structs.replace(
+            x, step_ms=x.step_ms + 60.0, ready_s=(x.ready_s or 0.0) + 0.06,
+            **{f"{p}_ms": getattr(x, f"{p}_ms") + 20.0 for p in spread},
+        )
+        for x in steps(seed=1)
+    )  # fmt: skip
+    ranks = rank(0, steps=steps(wait_ms=60.0), queued_share=0.1), rank(1, steps=own, queued_share=0.2)
+    why = [x.reason for x in straggler.evaluate(Facts(job(*ranks, host_cpu_pct=100.0))) if isinstance(x, Abstained)]
+    assert len(why) == 1 and "47 ms longer per step, only 7 ms of them in" in why[0]
 
 
 @pytest.mark.parametrize(("theirs", "named"), [((), True), (("torch.profiler",), False)])

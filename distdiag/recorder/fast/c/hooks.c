@@ -92,6 +92,7 @@ void close_step(Ledger *s, uint64_t t) {
   w[R_device_bytes] = h[DEVICE_BYTES];
   w[R_forward_wait_ns] = s->forward_wait_ns;
   w[R_arrived_ns] = s->arrived_ns;
+  w[R_optimizer_wait_ns] = s->optimizer_wait_ns;
   __atomic_store_n(w, number, __ATOMIC_RELEASE);
   __atomic_store_n(h + N_STEPS, number, __ATOMIC_RELEASE);
   h[STEP] = step;
@@ -100,7 +101,7 @@ void close_step(Ledger *s, uint64_t t) {
 void begin_step(Ledger *s, uint64_t t) {
   s->step_start_ns = t;
   s->data_ns = s->forward_ns = s->backward_ns = s->optimizer_ns = s->wait_ns = s->ready_ns = 0;
-  s->forward_wait_ns = s->arrived_ns = 0;
+  s->forward_wait_ns = s->arrived_ns = s->optimizer_wait_ns = 0;
   s->samples = s->batch = 0;
   s->loss_known = 0;
   if (s->head[LIFE] == STARTING) s->head[LIFE] = RUNNING;
