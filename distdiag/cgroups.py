@@ -35,6 +35,16 @@ def cores(root: Path = ROOT, own: Path = OWN) -> float | None:
     return min(found, default=None)
 
 
+def cpus(root: Path = ROOT, own: Path = OWN) -> int | None:
+    """Return how many CPUs this process's cgroup may use, whatever affinity masks say; None if that is not known."""
+    for folder in _folders(root, own, "cpuset"):
+        for name in ("cpuset.cpus.effective", "cpuset.effective_cpus"):  # version 2, version 1
+            with contextlib.suppress(OSError, ValueError):
+                ranges = [x.split("-") for x in (folder / name).read_text().strip().split(",")]
+                return sum(int(x[-1]) - int(x[0]) + 1 for x in ranges)
+    return None
+
+
 def memory_limits(root: Path = ROOT, own: Path = OWN) -> list[MemoryLimit]:
     """Return every limit of this process: a job step's, the job's, the container's."""
     found = []

@@ -65,6 +65,14 @@ def children(pid: int, *, of_any_thread: bool = False) -> list[int]:
         return []
 
 
+def parents(pid: int) -> list[int]:
+    """Return the parent of a process, in a list; empty if it is gone, or the first process of all."""
+    try:
+        return [parent] if (parent := int(stat_fields(pid)[PARENT])) > 1 else []
+    except (OSError, IndexError, ValueError):
+        return []
+
+
 def maps(pid: int, page: Path) -> bool:
     """True if page and process belong to this user, only this user can write the page, and the process maps it shared."""
     try:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Finding, Severity
+from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, line_at
 from distdiag.diagnosis.pauses import Pauses
@@ -24,6 +24,7 @@ from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.training_data import training_loaders
+from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import percent, size_text
 
 
@@ -152,6 +153,27 @@ def _tools_of_all(facts: Facts) -> Iterator[Finding]:
         yield text.TOOLS_ON(victims=sorted(ranks), step=step, tools=" and ".join(sorted(tools)))
 
 
+# -- too few CPUs ------------------------------------------------------------------------------------------------------
+
+
+def _few_cpus_of_all(facts: Facts) -> Iterator[Finding]:
+    """Yield the ranks of a host whose affinity masks hold fewer CPUs than there are ranks, if they wait for a CPU."""
+    for node in sorted({r.node for r in facts.snapshot.ranks.values()}):
+        ranks = [r for r in facts.snapshot.ranks.values() if r.node == node]
+        cpus = sorted({cpu for r in ranks for cpu in r.cpus})
+        queued = min(r.queued_share or 0.0 for r in ranks)
+        if len(cpus) >= len(ranks) or not all(r.cpus for r in ranks) or queued < slow.queued:
+            continue
+        launcher = max(r.launcher_cpus for r in ranks)
+        own = launcher > len(cpus)
+        yield text.FEW_CORES(
+            victims=(named := sorted(r.rank for r in ranks)), step=min(r.step for r in ranks), share=queued, ranks=rank_list(named),
+            cpus=f"CPU{'s' if len(cpus) > 1 else ''} {fold_ranks(cpus)}",
+            do="; or ".join(text.DO_FEW_CORES[x] for x in ("ranks", "launcher") if not launcher or (x == "ranks") is own),
+            bound=f"; their launcher may use {launcher}" if own else "; so may their launcher" if launcher else "",
+        )  # fmt: skip
+
+
 # -- a thread, more data -----------------------------------------------------------------------------------------------
 
 
@@ -251,6 +273,7 @@ class Explanation(NamedTuple):
 
 
 EXPLANATIONS = (  # the first that explains one rank counts
+    Explanation("cores", lambda one: None, _few_cpus_of_all),
     Explanation("gc", _collections, _collections_of_all),
     Explanation("", _tools, _tools_of_all),
     Explanation("host", lambda one: of_thread(one.rank, one.snapshot)),  # in whichever phase it takes the time

@@ -81,3 +81,27 @@ def test_steady_growth_is_told_from_twice_the_first_time_on(to: float, found: bo
         )  # fmt: skip
         ranks.append(rank(q, step=n, steps=rows, warm_since_s=rows[-1].end_s - (n - 20) * mean_ms / 1e3))
     assert bool(of_kind(findings(job(*ranks), straggler), "straggler", "growth")) is found
+
+
+@pytest.mark.parametrize(
+    ("cpus", "queued", "launcher", "said"),
+    [
+        (((0,), (0,)), 0.7, 2, "SLURM_LOCALID"),
+        (((0,), (0,)), 0.7, 1, "srun"),
+        (((0,), (0,)), 0.1, 2, None),  # they get it when they need it
+        (((0,), (1,)), 0.7, 4, None),
+        (((0,), ()), 0.7, 2, None),
+        (((), ()), 0.7, 0, None),
+    ],
+)
+def test_ranks_that_may_all_use_fewer_cpus_than_they_are_are_told_who_has_bound_them(
+    cpus: tuple[tuple[int, ...], ...], queued: float, launcher: int, said: str | None
+) -> None:
+    ranks = (
+        rank(q, steps=steps(seed=q), cpus=of, queued_share=queued, launcher_cpus=launcher) for q, of in enumerate(cpus)
+    )
+    found = findings(job(*ranks, host_cpu_pct=60.0), straggler)
+    assert [f.cause for f in found] == ["cores"] * (said is not None)
+    for f in found:
+        assert "ranks 0, 1 may run on CPU 0 only" in f.message and f.severity == "warning"
+        assert said is not None and said in f.advice and ("srun" in f.advice) is (said == "srun")

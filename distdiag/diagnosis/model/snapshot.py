@@ -326,7 +326,10 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core
     # (exit code, signal) of a process that it started and that failed, unless it has noticed that by waiting for it
     dead_child: tuple[int | None, int | None] | None = None
-    cpus: tuple[int, ...] = ()  # that its main thread and all its children may use, if fewer than its host has
+    cpus: tuple[
+        int, ...
+    ] = ()  # that its main thread and all its children may use, if fewer than its host or container has
+    launcher_cpus: int = 0  # number of CPUs that its parent may use; 0: not known, or all that there are
     phase_sites: dict[str, tuple[tuple[Site, int], ...]] = {}  # sampled sites of each phase, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one full user stack at each phase's most frequent site
     workers: tuple[Site | None, ...] = ()  # sites of its DataLoader's workers in the user's code; None: idle

@@ -32,6 +32,15 @@ CROWDED = _row("cores",
     "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
     "give {them} other cores (`os.sched_setaffinity`, `taskset`), or start fewer; a child inherits the mask of its "
     "parent")  # fmt: skip
+FEW_CORES = _row("cores",
+    "{ranks} may run on {cpus} only, although there are more for the job: each is ready to run and waits for a CPU at least {share:share} of the "
+    "time{bound}", "{share:share} of the time of every rank", "{do}")  # fmt: skip
+DO_FEW_CORES = {
+    "ranks": "bind each rank to CPUs of its own, by LOCAL_RANK, or do not bind: `os.sched_setaffinity` in the script or a library (psutil's "
+    "`cpu_affinity`), `taskset` or `numactl` around each rank; a variable that the launcher does not set (SLURM_LOCALID under torchrun) is the same on all ranks",
+    "launcher": "start the launcher with more CPUs: `taskset` or `numactl` before it, the batch system's binding (`srun --cpu-bind=none`, "
+    "`--cpus-per-task`) or the shell that it was started from restrict it",
+}
 STAGE = _row("stage", "{culprits}, the longest stage, works {ms:.0f} ms of a step of {slow.step_ms:.0f} ms, {victims} {victims:works|work} {theirs} ms",
     "{victims} {victims:is|are} idle for {slow.gain_ms:.0f} ms per step because of it: {share:share} of step time",
     "the longest stage sets the pace: move layers from {culprits} to the others, if this pipeline is too slow; more micro-batches shorten "

@@ -37,6 +37,7 @@ class Hosts:
         self.node = node
         self.host = socket.gethostname()
         self.cores = os.cpu_count()
+        self._usable = cgroups.cpus() or self.cores or 0  # a container has fewer than its host
         self._last: dict[str, tuple[float, float]] = {}
         self._workers: dict[int, list[int]] = {}  # by rank: its oldest children, whose memory is measured
         self._children: dict[int, list[int]] = {}  # by rank: all, in the last sample
@@ -102,7 +103,8 @@ class Hosts:
         self._measure_workers(t_s, rank, oldest, gauges.worker_memory)
         self._children[rank] = children
         allowed = processes.allowed_cpus([pid, *children])
-        gauges.cpus = allowed if len(allowed) < (self.cores or 0) else ()
+        gauges.cpus = allowed if len(allowed) < self._usable else ()
+        gauges.launcher_cpus = len(processes.allowed_cpus(procfs.parents(pid))) if gauges.cpus else 0
         self._loading[rank].append((*_ran_and_waited(children), time.monotonic(), len(children)))
         gauges.workers_starved, gauges.workers_busy = _starved_and_busy(self._loading[rank])
         cpu = self._rate(f"cpu {pid}", use.cpu_s)

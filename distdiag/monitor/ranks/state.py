@@ -46,6 +46,7 @@ class Gauges:
     workers_busy: float | None = None
     dead_child: tuple[int | None, int | None] | None = None
     cpus: tuple[int, ...] = ()
+    launcher_cpus: int = 0
 
     def growing(self) -> bool:
         """True if the memory of this rank, its workers or its device is growing; it is then sampled more often."""
@@ -57,7 +58,7 @@ class Gauges:
 
 
 TOOLS = ("torch.profiler", "autograd's anomaly detection", "tracemalloc")  # the bits of `Header.tools`
-_SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy", "dead_child", "cpus")
+_SAMPLED = ("rss_bytes", "cpu_pct", "queued_share", "workers_starved", "workers_busy", "dead_child", "cpus", "launcher_cpus")  # fmt: skip
 _WRITTEN = ("rank", "node", "local_rank", "pid", "step")  # in the header, under the same names
 _sampled, _written = attrgetter(*_SAMPLED), attrgetter(*_WRITTEN)
 # A handler of these signals that ends the script does so with 128 + their number, by convention.
