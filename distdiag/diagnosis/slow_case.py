@@ -409,7 +409,7 @@ VETOES = (
          "rank {c.most.rank}: also waits {c.most.queued_ms:.0f} ms per step for a CPU, on a host whose cores are all in use: it may only have less "
          "of them than the others"),
     Veto(lambda c: c.seen < limits.seen,
-         "rank {c.most.rank}: the host's cores are all in use, and it computes no more than the others: it may only get a CPU later"),
+         "rank {c.most.rank}: the host's cores are all in use, and it computes little more than the others: it may only get a CPU later"),
     Veto(lambda c: c.jitters,
          "rank {c.most.rank}: spends its time at a collective call, on a host whose cores are all in use"),
     Veto(lambda c: c.loaders_at_limit,

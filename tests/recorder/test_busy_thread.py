@@ -64,6 +64,25 @@ def test_a_thread_that_waits_is_not(tmp_path: Path) -> None:
     assert recorded(tmp_path, wait) == (0.0, "", "")
 
 
+def rarely(over: threading.Event) -> None:
+    """Compute 6 % of the time."""
+    while not over.wait(0.01):
+        began = time.thread_time()
+        while time.thread_time() - began < 6e-4:
+            pass
+
+
+@pytest.mark.parametrize(("main_computes", "named"), [(False, "metrics"), (True, "")])
+def test_on_a_busy_host_a_threads_share_of_its_process_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, main_computes: bool, named: str
+) -> None:
+    if main_computes:
+        used = iter((0, 10**9))
+        monkeypatch.setattr(time, "process_time_ns", lambda: next(used, 2 * 10**9))
+    monkeypatch.setattr(busy_thread, "LEAST", 1.0)
+    assert recorded(tmp_path, rarely)[1] == named
+
+
 def test_names_of_ever_new_threads_do_not_fill_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(busy_thread, "NAMES", 0)
     assert recorded(tmp_path, compute, "Thread-123 (flush)")[1] == "Thread"

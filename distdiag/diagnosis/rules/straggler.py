@@ -38,7 +38,13 @@ JUDGED_BY_ARRIVAL = (
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the straggler, or why there is none, and the ranks whose pauses sum up."""
-    outcomes = list(_in_window(facts))
+    by_thread = {f.culprits for f in facts.reported if f.kind == kind.name and f.advice == text.THREAD}
+    # while a thread is known to make a rank slow, it is slow in whichever phase gets the GIL later
+    outcomes = [
+        x
+        for x in _in_window(facts)
+        if isinstance(x, Abstained) or x.advice == text.THREAD or x.culprits not in by_thread
+    ]
     known = {f.culprits for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and _warns(f)}
     pauses = [f for f in list(_in_turn(facts)) or _pauses(facts) if not f.culprits or f.culprits not in known]
     summed = {f.culprits for f in pauses}

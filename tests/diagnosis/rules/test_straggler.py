@@ -92,6 +92,16 @@ def test_a_thread_that_takes_the_time_of_a_slow_rank_is_named(own: float, theirs
     assert ("GIL" in f.advice) is named
 
 
+def test_a_rank_that_a_thread_makes_slow_has_no_second_finding_of_a_phase() -> None:
+    """Which thread it is shows in some polls only."""
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q)) for q in range(2)]
+    slow = steps(80.0, "forward", seed=2)
+    with_thread = job(*ranks, rank(2, steps=slow, thread="flusher", thread_share=0.8))
+    (known,) = findings(with_thread, straggler)
+    assert [*straggler.evaluate(Facts(job(*ranks, rank(2, steps=slow)), reported=(known,)))] == []
+    assert [f.cause for f in findings(with_thread, straggler, reported=(known,))] == ["host"]
+
+
 @pytest.mark.parametrize(("share", "rare", "found"), [(0.2, False, True), (0.2, True, False), (0.05, False, False)])
 def test_a_thread_that_makes_some_steps_much_longer_is_found_by_the_mean(share: float, rare: bool, found: bool) -> None:
     """On a busy host, on which the thread gets no third of a core, and the other rank is the slowest in as many steps."""
