@@ -243,9 +243,9 @@ def counts_from(text: str) -> str:
     """Return what `for epoch in range(first, last)` counts from, here `first`; empty if that is a constant, or another line."""
     tree = parsed(f"{text}: pass") if text.startswith("for ") else None
     loop = tree.body[0].iter if tree is not None and isinstance(tree.body[0], ast.For) else None
-    ranged = isinstance(loop, ast.Call) and name_of(loop.func) == "range" and len(loop.args) > 1
-    start = loop.args[0] if ranged else None
-    return "" if start is None or isinstance(start, ast.Constant) else ast.unparse(start)
+    if not isinstance(loop, ast.Call) or name_of(loop.func) != "range" or len(loop.args) < 2:
+        return ""
+    return "" if isinstance(loop.args[0], ast.Constant) else ast.unparse(loop.args[0])
 
 
 def of_amount(text: str) -> bool:
