@@ -29,6 +29,7 @@ from distdiag.diagnosis.polled import (
     nobody_sets,
     polled_loop,
 )
+from distdiag.diagnosis.queues import filled_by
 from distdiag.diagnosis.text.conditions import conditions_text, decision_advice, left_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import (
@@ -424,6 +425,11 @@ POLLED = _warning("user_code", _LEFT_OUT % ("polls|poll", "the loop "), _WAIT_OF
     "see whether `{why}`{at_why} led {culprits} past it, and let it tell the others then (broadcast); poll with a time limit")  # fmt: skip
 KEY_UNSET = _warning("user_code", _LEFT_OUT % ("waits|wait", ""), _WAIT_OF,
     "see whether `{why}`{at_why} led {culprits} past it, and set the key on that path, too")  # fmt: skip
+_FED = (
+    "it waits{site} for the queue `{name}`, which {fillers} {fillers:fills|fill}{put}, and {fillers:this waits|these wait} for it in turn: a "
+    "cycle, unless another thread or process fills that queue"
+)
+_DO_FED = "find what lets {fillers} leave out `{name}.put(…)`{put}{skip}; put something there in any case, or let {ranks} take what there is: get(timeout=…)"
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
     "": "if that work is meant to take so long, do it on all ranks, in a thread, or with a longer timeout of the group; if not, see where it "
@@ -475,6 +481,8 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     left = [] if call.p2p else paths.left_loop(r.user_stack, victim.user_stack, facts.source)
     if left:
         advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
+    fed, does = _of_queue(facts, r, victims) if doing in ("socket", "queue", "lock") else ("", "")
+    advice = fed or advice
     longest_s = r.longest_delay_s
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
@@ -483,7 +491,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
         left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
-        does=keys_text(states, others) or f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
+        does=does or keys_text(states, others) or f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
         worker=worker_text(r) if doing == "data" else "",
         open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
@@ -491,10 +499,27 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
-        cost=NO_PROGRESS if (key or for_file) and len(victims) + len(ranks) >= s.world_size
+        cost=NO_PROGRESS if (key or for_file or doing in ("socket", "queue")) and len(victims) + len(ranks) >= s.world_size
         else filled(_WAIT_OF, victims=victims, world=s.world_size),
         do=advice,
     )  # fmt: skip
+
+
+def _of_queue(facts: Facts, r: RankState, victims: Sequence[int]) -> tuple[str, str]:
+    """Return (advice, what a rank does) if the ranks that wait for it fill the queue that it waits for; empty if not."""
+    fed = filled_by(r, (facts.snapshot.ranks[v] for v in victims), facts.source)
+    if fed is None:
+        return "", ""
+    skip = f": `{fed.condition}`{at(fed.condition_at)} leads past it" if fed.condition else ""
+    what = {
+        "name": fed.name,
+        "fillers": fed.ranks,
+        "put": fed.put,
+        "site": r.current_site,
+        "ranks": [r.rank],
+        "skip": skip,
+    }
+    return filled(_DO_FED, **what), filled(_FED, **what)
 
 
 def _polled_for(

@@ -497,7 +497,7 @@ def test_optimizers_of_which_one_has_loaded_its_state_are_the_reason(
     f = only(of_kind(found_in(job(*(rank(q, samples=samples(q)) for q in range(3)))), "replica_drift"))
     assert f.culprits == (0,) and f.cause == "update"
     assert ("counted different numbers of steps (128 on ranks 1, 2, 378 on rank 0)" in f.message) is named
-    assert ("load the optimizer's state on all ranks, or broadcast it" in str(f.advice)) is named
+    assert ("load one checkpoint on all ranks, with the optimizer's state" in str(f.advice)) is named
 
 
 def test_learning_rates_that_agree_or_gradients_that_are_not_averaged_have_other_reasons() -> None:

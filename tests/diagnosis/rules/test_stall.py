@@ -491,3 +491,35 @@ def test_a_worker_at_the_line_of_a_lock_may_have_been_forked_while_it_was_held(l
     f = only(findings(s, stall, source={worker.file: f"\n\n    {line}\n"}.get))
     assert "its worker is at stats.py:3 in count" in f.message
     assert ("forkserver" in f.advice) is advised and ("that line of the dataset" in f.advice) is not advised
+
+
+QUEUE = """def actor(inbox):
+    sync(net)
+    if short:
+        return
+    inbox.put(episode)
+
+def learner(inbox):
+    batch = inbox.get()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "cycle"),
+    [
+        (QUEUE, True),
+        (QUEUE.replace("inbox.put", "outbox.put"), False),
+        (QUEUE + "    inbox.put(None)\n", False),
+    ],
+    ids=["cycle", "another queue", "its own"],
+)
+def test_a_queue_that_only_the_waiting_ranks_fill_is_a_cycle(text: str, cycle: bool) -> None:
+    get, sync = Site("/job/rl.py", 8, "learner"), Site("/job/rl.py", 2, "actor")
+    s = waits_for_rank_one(20.0, 100.0, activity="socket", current_site=get, user_stack=(get,))
+    waiting = msgspec.structs.replace(s.ranks[0], user_stack=(sync,))
+    f = only(
+        findings(msgspec.structs.replace(s, ranks={**s.ranks, 0: waiting}), stall, source={"/job/rl.py": text}.get)
+    )
+    fills = "the queue `inbox`, which rank 0 fills at rl.py:5 in actor, and this waits for it in turn: a cycle, unless"
+    assert (fills in f.message) is cycle and f.cost == "the job makes no progress"
+    assert ("`inbox.put(…)` at rl.py:5 in actor: `if short` at rl.py:3" in (f.advice or "")) is cycle

@@ -1,0 +1,59 @@
+"""A rank that waits for a queue which, as far as the source shows, only the ranks that wait for it fill: a cycle that no collective shows."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from distdiag.diagnosis.model import guards as guarding
+from distdiag.diagnosis.model import syntax
+from distdiag.diagnosis.model.guards import GuardKind
+from distdiag.diagnosis.model.snapshot import RankState, Site
+from distdiag.diagnosis.model.syntax import Source
+
+_GETS, _PUTS = {"get"}, {"put", "put_nowait"}
+
+
+class Filled(NamedTuple):
+    """Who fills a queue, where, and the condition that leads past that line, if there is one."""
+
+    name: str
+    ranks: list[int]
+    put: Site
+    condition: str
+    condition_at: Site | None
+
+
+def filled_by(late: RankState, waiting: Iterable[RankState], source: Source) -> Filled | None:
+    """Return who fills the queue that a rank waits for: ranks that are in a function with `NAME.put(…)`; None if it fills it itself."""
+    line = syntax.statement_at(late.current_site, source)
+    gets = [x.func.value for x in ast.walk(line or ast.Pass()) if _is_call(x, _GETS)]  # type: ignore[attr-defined]
+    name = syntax.name_of(gets[0]) if len(gets) == 1 else ""
+    if not name or next(_puts(name, late.user_stack, source), None) is not None:
+        return None
+    found = {r.rank: site for r in waiting if (site := next(_puts(name, r.user_stack, source), None)) is not None}
+    if not found:
+        return None
+    put = found[min(found)]
+    tree, text = syntax.tree_of(put.file, source), source(put.file) or ""
+    guards = guarding.guards(tree, put.line) if tree is not None else ()
+    past = next(
+        (g for g in reversed(guards) if g.kind in (GuardKind.PASSED, GuardKind.HOLDS) and g.test is not None), None
+    )
+    at = Site(put.file, past.line, put.function) if past is not None else None
+    return Filled(name, sorted(found), put, guarding.text_of(past, text) if past is not None else "", at)
+
+
+def _puts(name: str, stack: Sequence[Site], source: Source) -> Iterator[Site]:
+    """Yield the lines that put something into a queue, in the functions of a stack."""
+    for frame in stack:
+        tree = syntax.tree_of(frame.file, source)
+        function = syntax.function(tree, frame.line) if tree is not None else None
+        for x in ast.walk(function) if function is not None else ():
+            if _is_call(x, _PUTS) and syntax.name_of(x.func.value) == name:  # type: ignore[attr-defined]
+                yield Site(frame.file, x.lineno, function.name)  # type: ignore[attr-defined]
+
+
+def _is_call(node: ast.AST, names: set[str]) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
