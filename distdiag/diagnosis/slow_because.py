@@ -24,6 +24,7 @@ from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, count, wheres
 from distdiag.diagnosis.training_data import training_loaders
+from distdiag.diagnosis.uneven_exchange import LARGER, uneven
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import percent, size_text
 
@@ -71,7 +72,8 @@ def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Findi
         cost: Share of the time that the others lose to it.
     """
     if len(found.culprits) != 1:
-        return found
+        why = _exchange(Slow(found, s, pauses, cost))
+        return found if why is None else msgspec.structs.replace(found, message=found.message + why[0], advice=why[1])
     known = ((cause, of_one(Slow(found, s, pauses, cost))) for cause, of_one, _ in EXPLANATIONS)
     for cause, why in known:
         if why is not None:
@@ -210,6 +212,15 @@ def _more_data(one: Slow) -> Why | None:
     return None
 
 
+def _exchange(one: Slow) -> Why | None:
+    """Return in which all_to_all the slow ranks receive more than an even share; None if there is none."""
+    exchange = uneven(one.snapshot)
+    if exchange is None or (times := min(exchange.shares[q] for q in one.found.culprits)) < LARGER:
+        return None
+    what = "it receives" if len(one.found.culprits) == 1 else "they receive at least"
+    return f"; in {exchange.where}, {what} {times:.1f} times an even share", text.EXPERTS
+
+
 # -- growth ------------------------------------------------------------------------------------------------------------
 
 
@@ -278,5 +289,6 @@ EXPLANATIONS = (  # the first that explains one rank counts
     Explanation("", _tools, _tools_of_all),
     Explanation("host", lambda one: of_thread(one.rank, one.snapshot)),  # in whichever phase it takes the time
     Explanation("", _more_data),
+    Explanation("", _exchange),
     Explanation("", _growth, _growth_of_all),
 )

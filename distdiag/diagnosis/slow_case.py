@@ -20,6 +20,7 @@ from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.training_data import stages
+from distdiag.diagnosis.uneven_exchange import LARGER, Exchange, uneven
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.activity import by_line, refined
 from distdiag.terms.units import percent
@@ -338,12 +339,18 @@ class Case:
 
     @property
     def light(self) -> bool:
-        """True if most ranks are slow, and not because they run code that the few others leave out."""
+        """True if most ranks are slow, and not because they get more, or run code that the few others leave out."""
         if 2 * len(self.slow.ranks) <= len(self.window.ranks):
             return False
         stack = text.stack_of(self.snapshot.ranks[self.most.rank], self.phase)
-        left_out = bool(stack) and stack[0].key not in text.lines_of(self.snapshot, self.rest, self.phase)
-        return not left_out or self.ratio < limits.shares[0][0]
+        left_out = bool(stack) and text.left_out(self.snapshot, self.rest, self.phase, stack[0])
+        more = self.exchange is not None and all(self.exchange.shares[q] >= LARGER for q in self.slow.ranks)
+        return not more and (not left_out or self.ratio < limits.shares[0][0])
+
+    @cached_property
+    def exchange(self) -> Exchange | None:
+        """The all_to_all in which ranks receive unequal parts."""
+        return uneven(self.snapshot)
 
     @property
     def same_code(self) -> bool:

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from distdiag.diagnosis import comparison, kinds
 from distdiag.diagnosis.comparison import COSTLY, Subset, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Arrival, Snapshot
+from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
 from distdiag.diagnosis.pauses import Lost, Pauses
 from distdiag.diagnosis.slow_because import explained, of_all_ranks, of_thread
 from distdiag.diagnosis.slow_case import VETOES, Case, at_lock, busy, case_of, limits
 from distdiag.diagnosis.step_times import LIMITS as STEPS
-from distdiag.diagnosis.step_times import PHASES, Window, self_ms
+from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, count, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
@@ -127,14 +127,18 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     case = case_of(facts, window)
     veto = comparison.vetoed(VETOES, case)
-    if veto is not None:
+    rotating = _rotating(case) if veto is not None else None
+    one_line = rotating is not None and len({(w.file, w.line) for w in rotating.where}) == 1
+    if (
+        veto is not None and not one_line
+    ):  # where all ranks are slow in turn at one line, one of them is the slowest for some steps by chance
         newest = comparison.newest(window, limits.recurrence, limits.chance, limits.sustained_s)
         of_newest = case_of(facts, newest) if newest is not None else case
         if comparison.vetoed(VETOES, of_newest) is None and not of_newest.stages:
             case, veto = of_newest, None
     slow = case.slow
     if veto is not None:
-        yield _slow_device(s, window) or _by_thread(case) or _rotating(case) or _at_times(case) or veto
+        yield _slow_device(s, window) or _by_thread(case) or rotating or _at_times(case) or veto
     elif case.stage:
         works = {q: statistics.median(map(self_ms, steps)) for q, steps in case.window.steps.items()}
         theirs = sorted({round(works[q]) for q in case.rest})
@@ -229,8 +233,29 @@ def _rotating(case: Case) -> Finding | None:
     return text.ROTATING(
         victims=ranks, where=wheres(case.snapshot, ranks, None, sites), step=states[ranks[0]].step,
         changes=changes, n=len(window.columns), found=subset, phase="code between steps" if phase == "other" else phase,
-        share=subset.gain_ms / subset.step_ms, do=text.DO_ROTATING["lock" if at_lock(sites.values(), case.source) else "work"],
+        share=subset.gain_ms / subset.step_ms, do=_in_turn_advice(case, phase, sites),
     )  # fmt: skip
+
+
+def _in_turn_advice(case: Case, phase: str, sites: Mapping[int, Site | None]) -> str:
+    """Return what to do about ranks that are slow in turn in this phase, at these sites."""
+    if at_lock(sites.values(), case.source):
+        return text.DO_ROTATING["lock"]
+    if (x := case.exchange) is not None:
+        return f"in {x.where}, one rank receives {x.ratio:.1f} times an even share: {text.EXPERTS}"
+    if len(lines := {site.key if site is not None else None for site in sites.values()}) > 1 or None in lines:
+        return text.DO_ROTATING["work"]
+    asleep = all(_sleeps(case.snapshot.ranks[q], case.window, phase) for q in sites)
+    return text.DO_ROTATING["shared" if asleep else "line"]
+
+
+def _sleeps(r: RankState, window: Window, phase: str) -> bool:
+    """True if a rank neither computes nor lacks a CPU for most of what this phase takes."""
+    if r.cpu_pct is None or r.queued_share is None:
+        return False
+    step_ms, waited_ms = window.step_ms(r.rank), statistics.median(x.wait_ms for x in window.steps[r.rank])
+    phase_ms = statistics.median(part_ms(x, phase) for x in window.steps[r.rank]) - r.queued_share * step_ms
+    return (1.0 - r.cpu_pct / 100 - r.queued_share) * step_ms - waited_ms >= limits.concentrated * phase_ms
 
 
 def _meet_rarely(window: Window, subset: Subset) -> bool:

@@ -11,6 +11,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import lines_of as lines_of_key
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
 from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
@@ -155,9 +156,17 @@ SHARED_LOCK = (
     "ranks wait there for a lock; if they share it (a file lock), one works while the others wait, and more workers would wait, too: read without an "
     "exclusive lock, load what is read once, in `__init__`, or keep a copy for each rank"
 )
+EXPERTS = (
+    "even out what ranks receive there: if a router sends tokens to experts, balance it (a load-balancing loss, a bias per expert, a capacity), or place "
+    "the experts so that each rank gets as many; if rows go to shards by a key, hash them by another"
+)
 DO_ROTATING = {
+    "shared": "all ranks wait at that line and compute little, so they may wait for something that they share: a lock across processes (a file, an SQLite "
+    "database that each commit locks), a disk, a server: write once per step instead of per value, let one rank write for all, or give each rank "
+    "a file of its own",
     "lock": SHARED_LOCK,
     "work": "look for work of varying length on all ranks (input sizes, garbage collection, cron), not for one bad node",
+    "line": "all ranks are at that line then: see what makes its work differ from step to step (input sizes, files), not for one bad node",
 }
 
 
@@ -253,6 +262,12 @@ def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) ->
         AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when,
         steps="" if when else " steps", cause="host" if phase == "other" else phase,
     )  # fmt: skip
+
+
+def left_out(s: Snapshot, ranks: Iterable[int], phase: str, site: Site) -> bool:
+    """True if these ranks are seen in that phase, never at this line, and have called nothing from it."""
+    called = {line for q in ranks for key in s.ranks[q].sites for line in lines_of_key(key)}
+    return (site.file, site.line) not in called and bool(lines := lines_of(s, ranks, phase)) and site.key not in lines
 
 
 def lines_of(s: Snapshot, ranks: Iterable[int], phase: str) -> set[str]:

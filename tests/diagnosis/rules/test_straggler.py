@@ -370,12 +370,23 @@ def test_several_slow_ranks_are_named_together() -> None:
     assert only(node_of_two((0, 5, 6), 8)).culprits == (0, 5, 6)
 
 
-@pytest.mark.parametrize(("line", "found"), [(30, True), (20, False), (0, False)])
-def test_a_majority_is_slow_only_where_it_runs_code_that_the_rest_leaves_out(line: int, found: bool) -> None:
+@pytest.mark.parametrize(
+    ("line", "rest", "found"),
+    [
+        (30, {}, True),
+        (20, {}, False),
+        (0, {}, False),
+        (30, {"phase_sites": {}}, False),  # nothing is known of where it is
+        (30, {"sites": {"/job/data.py:30 < /job/train.py:9": 60}}, False),  # it makes a collective call there
+    ],
+)
+def test_a_majority_is_slow_only_where_it_runs_code_that_the_rest_leaves_out(
+    line: int, rest: dict[str, Any], found: bool
+) -> None:
     """One rank has a cache; else it may only have less to do. A rank is not slower than others that are as slow."""
     at, seen = Site("/job/data.py", line, "compute"), Site("/job/data.py", 20, "get")
     sites = {"phase_sites": {"data": ((at, 40),)}} if line else {}
-    ranks = [rank(0, steps=steps(wait_ms=80.0), phase_sites={"data": ((seen, 9),)})]
+    ranks = [rank(0, steps=steps(wait_ms=80.0), **{"phase_sites": {"data": ((seen, 9),)}, **rest})]
     ranks += [
         rank(1, steps=steps(70.0, "data", wait_ms=10.0, seed=1), **sites),
         rank(2, steps=steps(80.0, "data", seed=2), **sites),
@@ -516,6 +527,78 @@ def test_ranks_that_are_slow_in_turns_are_rotating(world: int, turns: bool) -> N
         assert (f.cause, f.culprits, len(f.victims)) == ("rotating", (), world)
     else:
         assert [f for f in found if f.cause == "rotating"] == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "cpu_pct", "lasting", "cause", "advice"),
+    [
+        ((23, 23, 23), 5.0, 12, "rotating", "a lock across processes"),
+        ((23, 23, 23), 90.0, 12, "rotating", "what makes its work differ from step to step"),
+        (
+            (23, 24, 24),
+            5.0,
+            12,
+            "host",
+            "it waits there and computes little",
+        ),  # in its last steps it has a line of its own
+        ((23, 24, 24), 5.0, 1, "rotating", "look for work of varying length"),
+    ],
+)
+def test_ranks_that_are_slow_in_turns_at_one_line_share_something(
+    lines: tuple[int, ...], cpu_pct: float, lasting: int, cause: str, advice: str
+) -> None:
+    """By chance one of them is the slowest in the last steps."""
+    slow = [k % 3 for k in range(60 - lasting)] + [0] * lasting
+    ranks = []
+    for q, line in enumerate(lines):
+        own, usual, at = (
+            steps(300.0, "other", seed=q),
+            steps(wait_ms=300.0, seed=q),
+            Site("/job/log.py", line, "scalar"),
+        )
+        of_rank = tuple(own[k] if slow[k] == q else usual[k] for k in range(60))
+        sites = {"phase_sites": {"other": ((at, 30),)}, "phase_stacks": {"other": (at,)}}
+        ranks.append(rank(q, steps=of_rank, cpu_pct=cpu_pct, queued_share=0.0, **sites))
+    f = only(stragglers(job(*ranks, host_cpu_pct=40.0)))
+    assert f.cause == cause and advice in f.advice
+
+
+def routed(shares: tuple[int, ...], n: int = 20) -> list[tuple[Call, ...]]:
+    """Return the calls of ranks that receive these elements in an all_to_all of tokens, after one of their numbers."""
+    at = [Site("/job/moe.py", line, "dispatch") for line in (50, 52)]
+    return [
+        tuple(
+            Call(op="all_to_all_single", group="default_pg", seq=2 * k + i, received=received, site=at[i])
+            for k in range(n)
+            for i, received in enumerate((3, elements))
+        )
+        for elements in shares
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shares", "culprits", "times"),
+    [((100, 1200, 1400), (1, 2), "1.3"), ((900, 900, 900), (), ""), ((500, 500, 1700), (), "")],
+)
+def test_most_ranks_are_slow_if_they_receive_more_than_the_few_others(
+    shares: tuple[int, ...], culprits: tuple[int, ...], times: str
+) -> None:
+    """A router sends most tokens to the experts of two ranks; they compute at a line that the third passes quickly."""
+    sites = {"phase_sites": {"other": ((Site("/job/moe.py", 53, "forward"), 30),)}}
+    calls = routed(shares)
+    ranks = [rank(0, steps=steps(wait_ms=80.0), calls=calls[0])]
+    ranks += [
+        rank(q, steps=steps(70.0 + 10 * (q - 1), "other", wait_ms=10.0 * (2 - q), seed=q), calls=calls[q], **sites)
+        for q in (1, 2)
+    ]
+    found = [f for f in stragglers(job(*ranks, host_cpu_pct=40.0)) if f.cause == "host"]
+    assert [f.culprits for f in found] == [culprits] * bool(culprits)
+    for f in found:
+        assert (
+            f"in all_to_all_single at moe.py:52 in dispatch, they receive at least {times} times an even share"
+            in f.message
+        )
+        assert "load-balancing loss" in f.advice
 
 
 @pytest.mark.parametrize(
