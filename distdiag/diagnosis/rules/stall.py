@@ -499,10 +499,21 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
-        cost=NO_PROGRESS if (key or for_file or doing in ("socket", "queue")) and len(victims) + len(ranks) >= s.world_size
-        else filled(_WAIT_OF, victims=victims, world=s.world_size),
+        cost=_cost(s.world_size, victims, ranks, sure=bool(key or for_file or fed), waits=doing in ("socket", "queue")),
         do=advice,
     )  # fmt: skip
+
+
+def _cost(world: int, victims: Sequence[int], ranks: Sequence[int], sure: bool, waits: bool) -> str:
+    """Return what a stall costs.
+
+    Args:
+        sure: No other process than a rank can end it.
+        waits: The late ranks wait, too: for another process, another host, or a rank.
+    """
+    if len(victims) + len(ranks) < world or not (sure or waits):
+        return filled(_WAIT_OF, victims=victims, world=world)
+    return NO_PROGRESS if sure else "every rank waits"
 
 
 def _of_queue(facts: Facts, r: RankState, victims: Sequence[int]) -> tuple[str, str]:
