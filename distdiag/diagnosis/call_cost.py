@@ -16,6 +16,11 @@ HISTORY = (
     "if it sends a history (a metric's state, a list that is never cleared): clear that, gather it once, at the end of an epoch "
     "(`dist_sync_on_step=False`), or keep running sums and reduce those"
 )
+_FULL_TENSOR, _OBJECTS = "full_tensor(", "_object"  # in the text of a line
+ON_SHARDS = (
+    "each `full_tensor()` gathers a tensor of all ranks' shards: compute on the shards (`to_local()`) and reduce the numbers in one call (a norm: the "
+    "sum of the squares of the shards' norms), or do it every n-th step only"
+)
 LEAST = 8  # complete calls of a line on every rank
 
 
@@ -46,6 +51,7 @@ class Line:
     again: bool = False  # it reduces as much as DDP has averaged already
     others: int = 0  # other calls that the same line of the caller leads to: `share` includes them
     grew: tuple[int, int] | None = None  # bytes of the first and the newest known call, if they grow steadily
+    asynchronous: bool = False  # most of the time is waited for later
 
     @property
     def text(self) -> str:
@@ -64,12 +70,12 @@ class Line:
 
 
 def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
-    """Return the line (of the caller, if that is known) whose synchronous calls cost most of every rank's time; None if none is known of all ranks.
+    """Return the line (of the caller, if that is known) whose calls cost most of every rank's time; None if none is known of all ranks.
 
     Args:
         again: Where the script reduces what DDP has averaged.
     """
-    of_ranks = [_lines(r.calls) for r in s.ranks.values()]
+    of_ranks = [_lines(r.calls, source) for r in s.ranks.values()]
     common = set.intersection(*(set(x) for x in of_ranks)) if of_ranks else set()
     if not common:
         return None
@@ -91,6 +97,7 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
         again is not None and again.key == site.key,
         len(by_call) - 1,
         _growth(calls),
+        calls[-1].asynchronous,
     )
 
 
@@ -105,22 +112,32 @@ def _growth(calls: list[Call]) -> tuple[int, int] | None:
 
 
 def _waited_s(calls: Iterable[Call]) -> float:
-    return sum((c.completed_s or 0.0) - (c.entered_s or 0.0) for c in calls)
+    return sum(c.waited_s if c.asynchronous else (c.completed_s or 0.0) - (c.entered_s or 0.0) for c in calls)
 
 
-def _lines(calls: tuple[Call, ...]) -> dict[str, tuple[float, dict[tuple[str, str], list[Call]]]]:
+def _counted_as(site: Site, source: Source) -> str:
+    """Return the key of what a call counts for: the line that calls its helper, or with others alike in one function."""
+    line = line_at(site, source)
+    alike = next((word for word in (_FULL_TENSOR, _OBJECTS) if word in line), None)
+    return f"{site.file} {site.function} {alike}" if alike is not None else (site.caller or site).key
+
+
+def _lines(calls: tuple[Call, ...], source: Source) -> dict[str, tuple[float, dict[tuple[str, str], list[Call]]]]:
     """Return of each line that a rank has called often enough: the share of the time that it waits there, and its calls by (operation, site).
 
-    A helper's calls count together, for the line that calls the helper.
+    A helper's calls count together, for the line that calls the helper; in one function, so do those of `full_tensor` and of objects.
     """
     done = [c for c in calls if c.entered_s is not None and c.completed_s is not None and not c.on_device]
     if len(done) < LEAST:
         return {}
     span_s = max(c.completed_s or 0.0 for c in done) - min(c.entered_s or 0.0 for c in done)
     of: dict[str, dict[tuple[str, str], list[Call]]] = {}
+    keys: dict[str, str] = {}
     for c in done:
-        if c.site is not None and not c.asynchronous:
-            of.setdefault((c.site.caller or c.site).key, {}).setdefault((c.op, c.site.key), []).append(c)
+        if c.site is not None:
+            if (key := keys.get(c.site.key)) is None:
+                key = keys[c.site.key] = _counted_as(c.site, source)
+            of.setdefault(key, {}).setdefault((c.op, c.site.key), []).append(c)
     often = {k: {call: x for call, x in mine.items() if len(x) >= LEAST} for k, mine in of.items() if span_s > 0}
     return {k: (sum(map(_waited_s, mine.values())) / span_s, mine) for k, mine in often.items() if mine}
 
@@ -136,12 +153,14 @@ _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: ".backward(" in x.source, IN_BACKWARD),
     (lambda x: x.op == "barrier",
      "leave the barrier out of the loop: a collective that follows waits for all ranks by itself"),
-    (lambda x: "_object" in x.source,
+    (lambda x: _FULL_TENSOR in x.source, ON_SHARDS),
+    (lambda x: _OBJECTS in x.source,
      "exchange tensors instead of pickled objects (all_gather_into_tensor of numbers, padded to one size), and less often"),
     (lambda x: x.mean_bytes < limits.small_bytes and x.per_step >= limits.several,
      "put the tensors of a step into one and reduce that in one call: small calls cost their latency, not their bytes"),
     (lambda x: x.mean_bytes < limits.small_bytes,
      "add up on each rank, and call it every n-th step only"),
+    (lambda x: x.asynchronous, "call it less often, send less (a lower precision, what has changed), or compute more before it is waited for"),
     (lambda x: True,
      "call it less often, send less (a lower precision, what has changed), or start it with `async_op=True` and compute until `wait()`"),
 )  # fmt: skip

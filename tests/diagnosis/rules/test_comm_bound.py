@@ -318,6 +318,23 @@ def test_growing_calls_are_named_with_the_other_calls_of_their_line() -> None:
     assert "ever more" not in f.message and "all_gather of 1.0 MiB" in f.message and "running sums" not in str(f.advice)
 
 
+@pytest.mark.parametrize(("waited_ms", "named"), [(6.0, True), (0.2, False)])
+def test_functional_collectives_that_are_waited_for_count(waited_ms: float, named: bool) -> None:
+    """`full_tensor` issues one and waits for it; a call that is complete long after it was issued may have cost nothing."""
+    weight, gradient = (Site("/job/watch.py", line, "update") for line in (2, 3))
+    texts = {"/job/watch.py": "def update(p):\n    w = p.full_tensor()\n    g = p.grad.full_tensor()\n"}
+    calls = tuple(
+        Call(op="all_gather_into_tensor", group="default_pg", seq=k, bytes=4096, site=(weight, gradient)[k % 2], asynchronous=True,
+             entered_s=80.0 + 0.02 * k, completed_s=80.015 + 0.02 * k, waited_s=waited_ms / 1e3)
+        for k in range(120)
+    )  # fmt: skip
+    sites = {weight.key: 300, gradient.key: 300}
+    ranks = [rank(q, steps=steps(wait_ms=45.0, seed=q), calls=calls, sites=sites) for q in range(2)]
+    f = only(findings(job(*ranks, host_cpu_pct=40.0), comm_bound, source=texts.get))
+    assert ("watch.py:2 in update, 3 times a step, with 1 other call from there, takes 30 %" in f.message) is named
+    assert ("to_local()" in f.advice) is named
+
+
 def test_gradients_that_are_reduced_twice_are_told() -> None:
     ddp = (Model(group="default_pg", forwards=100, synced_backwards=100),)
     every = tuple(Sample("reduced", k, 1.0) for k in (16, 32, 64))
