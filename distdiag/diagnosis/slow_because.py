@@ -253,17 +253,27 @@ def _growth_of_all(facts: Facts) -> Iterator[Finding]:
     sites = {q: next(iter(text.stack_of(r, phase)), None) for q, r in s.ranks.items()}
     yield text.GROWING(
         victims=sorted(s.ranks), step=slowest.step, where=wheres(s, s.ranks, "user_code", sites), site=sites[slowest.rank],
-        now_ms=now_ms, mean_ms=mean_ms, phase_ms=phase_ms, phase="the code between steps" if phase == "other" else phase,
+        now_ms=now_ms, mean_ms=mean_ms, phase_ms=phase_ms, more=now_ms / mean_ms, part="most" if 2 * phase_ms > now_ms else "the largest part", phase="the code between steps" if phase == "other" else phase,
     )  # fmt: skip
+
+
+def _has_more_to_do(r: RankState) -> bool:
+    """True if a rank's newest steps take more samples than those before them, or accumulate more batches than all so far."""
+    before, newest = r.steps[: -limits.newest], r.steps[-limits.newest :]
+    now, then = (statistics.fmean(x.samples for x in of) for of in (newest, before))
+    batches = statistics.fmean(x.samples / max(x.batch, 1) for x in newest)
+    forwards = max((m.forwards for m in r.models), default=0)
+    return now >= limits.larger * then > 0 or (forwards >= r.step and batches * r.step >= limits.larger * forwards)
 
 
 def _longer(r: RankState) -> tuple[float, float] | None:
     """Return (ms of a rank's newest steps, of its steps on average), if these take longer with time; None if they do not.
 
-    Longer than those before them, too: after a slow start, or a pause that is over, they do not.
+    Longer than those before them, too: after a slow start, or a pause that is over, they do not. None as well if they have more to do:
+    more batches are accumulated, or these are larger.
     """
     mean_s, n = mean_step_s(r), limits.newest
-    if mean_s is None or r.step - WARM_STEPS < 2 * n or len(r.steps) <= n:
+    if mean_s is None or r.step - WARM_STEPS < 2 * n or len(r.steps) <= n or _has_more_to_do(r):
         return None
     before_ms, now_ms = (statistics.median(x.step_ms for x in of) for of in (r.steps[-2 * n : -n], r.steps[-n:]))
     return (now_ms, mean_s * 1e3) if now_ms > before_ms and now_ms >= limits.slower * mean_s * 1e3 else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Site, Step
+from distdiag.diagnosis.model.snapshot import Model, RankState, Site, Step
 from distdiag.diagnosis.rules import straggler
 from tests.diagnosis.made import findings, job, of_kind, rank, steps
 
@@ -35,7 +37,9 @@ def test_a_debugging_tool_that_stays_on_on_all_ranks_is_told(
     )
 
 
-def growing(*factors: float, start_ms: float = 40.0, now_ms: float = 120.0) -> list[Finding]:
+def growing(
+    *factors: float, start_ms: float = 40.0, now_ms: float = 120.0, more: Callable[[RankState], RankState] = lambda r: r
+) -> list[Finding]:
     """Return what is found where the newest 64 of 400 steps of each rank take `factor` times as long as usual, most in forward."""
     ranks = []
     for q, factor in enumerate(factors):
@@ -55,7 +59,7 @@ def growing(*factors: float, start_ms: float = 40.0, now_ms: float = 120.0) -> l
                 phase_stacks={"forward": (site,)},
             )
         )  # fmt: skip
-    return of_kind(findings(job(*ranks), straggler), "straggler", "growth")
+    return of_kind(findings(job(*map(more, ranks)), straggler), "straggler", "growth")
 
 
 def test_steps_that_take_longer_with_time_on_all_ranks_are_told() -> None:
@@ -64,6 +68,22 @@ def test_steps_that_take_longer_with_time_on_all_ranks_are_told() -> None:
     assert "at probe.py:21 in observe" in f.message and "hooks that are registered again" in str(f.advice)
     assert growing(1.0, 0.3) == []  # of one rank it is that rank's
     assert growing(1.0, 1.0, now_ms=42.0) == []
+
+
+@pytest.mark.parametrize(
+    ("batches", "forwards", "told"),
+    [((1, 1), 400, True), ((2, 4), 700, False), ((4, 4), 800, False), ((4, 4), 1600, True)],
+)
+def test_steps_that_accumulate_more_batches_than_before_have_more_to_do(
+    batches: tuple[int, int], forwards: int, told: bool
+) -> None:
+    """In the ranks' newest 64 steps: their number in the first half and in the second; and forwards of all 400 steps."""
+
+    def more(r: RankState) -> RankState:
+        rows = tuple(msgspec.structs.replace(x, batch=8, samples=8 * batches[i >= 32]) for i, x in enumerate(r.steps))
+        return msgspec.structs.replace(r, steps=rows, models=(Model(group="default_pg", forwards=forwards),))
+
+    assert bool(growing(1.0, 1.0, more=more)) is told
 
 
 @pytest.mark.parametrize(("to", "found"), [(1.0, False), (1.3, False), (2.2, True), (6.0, True)])

@@ -123,7 +123,14 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the straggler of the last steps, or why there is none."""
     s, window = facts.snapshot, facts.window
     if isinstance(window, Abstained):
-        yield _by_arrivals(s) or window
+        by_arrivals = _by_arrivals(s)
+        # the end of a job with optimizer steps: what was found by those says more
+        known = (
+            any(f.key == by_arrivals.key and s.ranks[f.culprits[0]].step for f in facts.reported)
+            if by_arrivals
+            else False
+        )
+        yield window if known or by_arrivals is None else by_arrivals
         return
     case = case_of(facts, window)
     veto = comparison.vetoed(VETOES, case)

@@ -820,6 +820,15 @@ def test_jitter_of_a_busy_host_makes_no_straggler_by_arrival(skew_ms: float, bus
     assert [f.culprits for f in stragglers(s)] == [(1,)] * found
 
 
+def test_what_the_steps_showed_of_a_rank_is_not_replaced_by_its_arrivals_at_the_end() -> None:
+    late = tuple(Arrival("default_pg", k, "all_reduce", k * 0.1, 80.0, 1, 80.0) for k in range(1, 61))
+    ranks = [rank(0, steps=steps(wait_ms=80.0)), rank(1, steps=steps(80.0, "other", seed=1))]
+    known = only(stragglers(job(*ranks, arrivals=late)))
+    ended = job(*(msgspec.structs.replace(r, steps=()) for r in ranks), arrivals=late)
+    assert only(stragglers(ended)).key == known.key
+    assert findings(ended, straggler, reported=(known,)) == []
+
+
 @pytest.mark.parametrize(("learner_ms", "culprits"), [(20.0, (2,)), (300.0, ())])
 def test_a_rank_that_waits_longer_for_a_root_is_no_straggler_by_arrival(
     learner_ms: float, culprits: tuple[int, ...]
