@@ -53,7 +53,7 @@ STEP_PARTS = (
     ),
     StepPart(
         name="optimizer", short="opt", letter="o", colour=("#009e73", "#009e73"), metric="optimizer ms", part=True,
-        about="optimizer step",
+        about="optimizer step, without waiting for other ranks",
     ),
     StepPart(
         name="other", short="oth", letter="x", colour=("#9a9a9a", "#8a8a8a"), part=True,
