@@ -12,7 +12,7 @@ import pytest
 from distdiag import recorder, unpatched
 
 PATCHED = re.compile(
-    r"\b_thread\.\w|\bthreading\.(?:R?Lock|Event|Condition|Thread|get_ident)\(|from (?:threading|time) import"
+    r"\b_thread\.(?:start_new|allocate_lock|RLock|get_)|\bthreading\.(?:R?Lock|Event|Condition|Thread|get_ident)\(|from (?:threading|time) import"
     r"|\btime\.(?:sleep|time|time_ns|monotonic|monotonic_ns|perf_counter|perf_counter_ns)\b|\bos\.(?:posix_spawn|waitpid)\("
 )
 
