@@ -144,8 +144,8 @@ def _lines(calls: tuple[Call, ...], source: Source) -> dict[str, tuple[float, di
 
 # The script calls `backward`, and what that calls for every layer or group of parameters are FSDP's collectives, or a hook's.
 IN_BACKWARD = (
-    "backward starts it: let each call carry more (`fully_shard` on larger blocks), send a lower precision "
-    "(`MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)`), or accumulate (`set_requires_gradient_sync(False)` in all but the last backward)"
+    "backward starts it: let each call carry more (`fully_shard` on larger blocks), reduce in bf16 (reduce_dtype of MixedPrecisionPolicy), "
+    "or accumulate, with set_requires_gradient_sync(False) in all but the last backward"
 )
 _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: x.again, AGAIN),

@@ -461,6 +461,8 @@ whole = fully_shard(model(), mesh=init_device_mesh("cpu", (4,)))
 print(of(whole))
 print(of(fully_shard(parallelize_module(model(), mesh["tp"], PLAN)[1], mesh=mesh["dp"])))
 print(of(nn.Linear(4, 4)))
+partly = nn.Sequential(nn.Linear(4, 6), parallelize_module(model(), mesh["tp"], PLAN))
+print(of(fully_shard(partly, mesh=mesh["dp"])))
 print([{_sharded(p) for p in m.parameters()} for m in (whole, nn.Linear(4, 4))])
 
 def beside(mesh, plan=None):
@@ -477,13 +479,14 @@ def test_the_parameters_beside_sharded_ones_are_those_that_a_dimension_of_the_me
     """Tensor parallelism leaves the stem and a bias whole on each rank of its mesh; FSDP shards everything."""
     done = subprocess.run([sys.executable, "-c", MESH], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    whole, pairs, fsdp, both, none, sharded, beside = done.stdout.splitlines()
+    whole, pairs, fsdp, both, none, partly, sharded, beside = done.stdout.splitlines()
     assert beside == "[True] [] [] []", "not where each pair shards for itself, or a module is split"
     assert sharded == "[{True}, {False}]"
     assert whole == "([(8,), (8,), (8, 4)], '0-3')"
     assert pairs == "([(8,), (8,), (8, 4)], '0-1')"
     assert fsdp == "([], '')" and none == "([], '')"
     assert both == "([], '')", "all of this module is sharded"
+    assert partly == "([(6,), (6, 4), (8,), (8,), (8, 4)], '0-1')", "FSDP shards it along the other dimension"
 
 
 def test_the_steps_that_an_optimizer_has_counted_are_read_where_it_counts() -> None:

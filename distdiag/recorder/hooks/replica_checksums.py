@@ -485,8 +485,9 @@ def _shapes(params: list[Any]) -> str:
 def _replicated(optimizer: Any) -> tuple[list[Any], str]:
     """Return (parameters, ranks): those of an optimizer with sharded ones (DTensor) that are whole on each of these ranks.
 
-    Along one dimension of a mesh a DTensor is sharded or replicated. Plain parameters are replicated, too, if the dimension splits
-    modules (tensor parallelism); under FSDP they are not its own, and may differ by design.
+    Along one dimension of a mesh a DTensor is sharded or replicated; one of a mesh without that dimension has equal parts along it (FSDP
+    beside tensor parallelism). Plain parameters are replicated, too, if the dimension splits modules (tensor parallelism); under FSDP
+    they are not its own, and may differ by design.
     """
     module = sys.modules.get("torch.distributed.tensor")
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fully_shard")
@@ -494,13 +495,21 @@ def _replicated(optimizer: Any) -> tuple[list[Any], str]:
     sharded = [p for p in params if module is not None and isinstance(p, module.DTensor)]
     meshes = {p.device_mesh for p in sharded}
     plain = [p for p in params if type(p) in (torch.nn.Parameter, torch.Tensor)]
-    if len(meshes) != 1 or len(sharded) + len(plain) < len(params):
+    mesh = max(meshes, key=lambda m: m.ndim, default=None)
+    if mesh is None or len(sharded) + len(plain) < len(params):
         return [], ""
-    mesh = meshes.pop()
+    names = mesh.mesh_dim_names or ()
+    of_mesh = {m: m.mesh_dim_names or ("",) for m in meshes if m != mesh}
+    if any(not {*of} < {*names} for of in of_mesh.values()):
+        return [], ""
     alone = mesh.ndim > 1 or bool(getattr(fsdp, "cls_to_fsdp_cls", None))
     best: tuple[list[Any], str] = [], ""
     for dim in range(mesh.ndim):
-        found = [p for p in sharded if p.placements[dim].is_replicate()] + ([] if alone else plain)
+        found = [] if alone else [*plain]
+        for p in sharded:
+            of = of_mesh.get(p.device_mesh)
+            if names[dim] not in of if of is not None else p.placements[dim].is_replicate():
+                found.append(p)
         if len(found) > len(best[0]):
             best = found, fold_ranks(dist.get_process_group_ranks(mesh.get_group(dim)))
     return best
