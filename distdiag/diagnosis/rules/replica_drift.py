@@ -325,6 +325,8 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     steps = steps or differing(limits.relative)
     if len(steps) < limits.samples or steps[-limits.samples :] != common[-limits.samples :]:
         return abstained(f"the checksums of {named} agree", checked=True)
+    # later ones may be NaN on all ranks, which says nothing
+    steps = [k for k in steps if all(map(math.isfinite, sums[k].values()))] or steps
     cause = "split_module" if split else _cause(s, kind_of, steps)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):

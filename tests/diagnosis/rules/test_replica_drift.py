@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,8 @@ def test_replicas_that_differ_are_reported() -> None:
     assert f.cause == "update" and f.step == 2 and "not averaged" not in f.message
     assert "optimizer state" in f.advice, "DDP averages in every step: the updates differ"
     assert only(drifting(lambda q, k: 1.0 + (0.5 if q == 2 else 0.0))).culprits == (2,)
+    f = only(drifting(lambda q, k: math.nan if k == 16 and q else 1.0 + k + 0.1 * q * k))
+    assert "differ by 1.6 at step 8" in f.message, "not the distance of NaN to a number"
 
 
 @pytest.mark.parametrize(
