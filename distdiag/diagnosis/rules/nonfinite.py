@@ -49,6 +49,7 @@ DROPPED = Template(kind, "loss",
     proved=True, severity=Severity.WARNING)  # fmt: skip
 _DO = {
     "input": "look for where NaN comes in at step {step}: in the data (drop or repair such samples), or in what the script does with the batch before the model",
+    "drifted": "first mend what lets the replicas drift apart since step {since}: the loss may follow from it",
     "everywhere": "check the batches of step {step}, the collectives in forward, and the learning rate",
     "one rank": "check that rank's batch of step {step}, and divisions and logarithms in the loss",
 }
@@ -62,7 +63,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         for begin in ("nonfinite", "dropped", "infinite")
     )
     if found:
-        yield _finding(s, found)
+        drift = (f.step for f in facts.reported if f.kind == kinds.REPLICA_DRIFT.name and f.step is not None)
+        yield _finding(s, found, min(drift, default=None))
     elif dropped:
         first = min(x.step for _, x in dropped)
         common = _common(s, [(q, x) for q, x in dropped if x.step == first])
@@ -134,7 +136,8 @@ def _common(s: Snapshot, chosen: Found) -> dict[str, Any]:
     }
 
 
-def _finding(s: Snapshot, found: Found) -> Finding:
+def _finding(s: Snapshot, found: Found, drift: int | None) -> Finding:
+    """Return the finding of losses or gradients that are not finite, in a job whose replicas drift apart since a step, or do not (None)."""
     chosen, from_input = _deciding(s, found)
     common, x, ranks = _common(s, chosen), chosen[0][1], {q for q, _ in chosen}
     everywhere = common["everywhere"]
@@ -144,6 +147,8 @@ def _finding(s: Snapshot, found: Found) -> Finding:
     name = next((y.name for _, y in chosen if y.name), "")
     loss = x.kind == "nonfinite_loss"
     do = _DO["input" if from_input else "everywhere" if everywhere else "one rank"]
+    if drift is not None and drift < x.step and not from_input:
+        do = f"{_DO['drifted'].format(since=drift)}; then {do}"
     if not everywhere:
         common["on"] += " first"
     return NONFINITE(

@@ -544,7 +544,8 @@ def _finding(
         else ""
     )
     way = way or _way(s, cause, averaged, began_equal, local, written)
-    unawaited = _not_waited_for(s) if way in ("unequal", "local") else None
+    by_hand = cause in _BY_HAND and not models
+    unawaited = _not_waited_for(s) if way in ("unequal", "local") or by_hand else None
     way = "not_waited" if unawaited is not None else way
     newest = lost or next(reversed(_samples(s, "reduced" if way == "some_reduced" else cause)), None)
     words = WAYS[way]
@@ -557,7 +558,6 @@ def _finding(
         what += f" ({_rates_text(counted or rates)})"
     elif way == "gradients_not_synced":
         what += _not_through_ddp(s)
-    by_hand = cause in _BY_HAND and not models
     certain = steps[-1] >= limits.certain_step and cause not in _BY_DESIGN
     # not DDP's, if it averages well
     unseen = way in ("update", "written", "first_update", "hooks_lost", "optimizer_state") and not by_hand

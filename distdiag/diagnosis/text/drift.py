@@ -112,9 +112,10 @@ WAYS = {
     ),
     "not_written_back": Words(
         "after some steps all ranks reduce as many elements as the parameters have, but these are the same before and after it: the "
-        "averages are not written back",
+        "averages do not reach them",
         "copy the averages into the parameters (`with torch.no_grad(): p.copy_(averaged)`) after each all_reduce: `.to(dtype)`, `.clone()`, "
-        "`cat` and `flatten` may make copies, which alone are averaged; if the averages are for an evaluation only, ignore this",
+        "`cat` and `flatten` may make copies, which alone are averaged; or see whether what is averaged is always zero (`state_dict()` gives the live "
+        "tensors: a copy to compare with needs `.clone()`); if the averages are for an evaluation only, ignore this",
         cause="gradients_not_synced",
     ),
     "outside_ddp": Words(

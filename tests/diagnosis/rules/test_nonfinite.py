@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Sample,
@@ -61,3 +64,14 @@ def test_a_logged_value_that_turns_nan_and_stays_so_is_reported() -> None:
     assert found("loss", finite, finite) == []
     sometimes = tuple((k, 1.0 if k % 8 == 0 else nan) for k in range(1, 30))
     assert found("loss", sometimes, sometimes) == [], "it is logged in every eighth step only"
+
+
+def test_replicas_that_have_drifted_apart_are_mended_first() -> None:
+    s = job(*(rank(q, samples=(Sample("nonfinite_loss", 120 + q, float("nan")),)) for q in range(2)))
+
+    def advice(*reported: Finding) -> str:
+        return str(next(f.advice for f in nonfinite.evaluate(Facts(s, reported=reported)) if isinstance(f, Finding)))
+
+    drift = Finding(kind="replica_drift", message="", step=2)
+    assert advice(drift).startswith("first mend what lets the replicas drift apart since step 2")
+    assert "replicas" not in advice() + advice(msgspec.structs.replace(drift, step=160))

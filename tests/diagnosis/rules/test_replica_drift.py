@@ -410,7 +410,7 @@ def averaged_apart(
 def test_averages_that_are_not_written_back_are_reported() -> None:
     f = only(averaged_apart())
     assert (f.cause, f.severity, f.certainty) == ("gradients_not_synced", "warning", "suspected")
-    assert "the averages are not written back" in f.message and "p.copy_(averaged)" in str(f.advice)
+    assert "the averages do not reach them" in f.message and "p.copy_(averaged)" in str(f.advice)
     assert only(averaged_apart(asynchronous=True)).message == f.message, "all are waited for at once"
 
 
