@@ -58,6 +58,8 @@ OTHER_DRIVER = "reboot that host, or unload and load the nvidia modules, and sta
 FULL_DISK = "make room on that node's disk (`df -h`, old sessions in /tmp/ray), or let Ray spill to a larger one (object_spilling_config, --temp-dir); a global shuffle and a large object store spill most"
 INSTALL = "install it in the environment of all nodes"
 OTHER_VERSION = "what it reads was written by a process that has that module: install the same packages, in the same versions, on all nodes, and use the same code (`pip freeze` of each node, of the host that wrote it, too)"
+DAMAGED = "that file is cut off or damaged there: delete it and fetch it again (was the disk full?), and compare its size with another node's"
+DAMAGED_SHARD = "a file of the checkpoint that it loads is cut off or damaged: most often a stop, or a full disk, hit its save; resume from the checkpoint before that one, delete the damaged one, and mark a checkpoint as the newest only after all ranks have written theirs"
 BUS_ERROR = "most often /dev/shm is full (`df -h /dev/shm`), or a mapped file was truncated; give the container more shared memory"
 
 # of an HTTP client
@@ -119,7 +121,7 @@ ROWS = (
     Known(bounded(r"CUDAMismatchException|CUDA version .{0,30}(?:does not match|mismatches) the version .{0,60}compile"), "extensions are compiled with the CUDA toolkit of that host, which must be of torch's CUDA version: compare `nvcc --version` and CUDA_HOME there with torch.version.cuda; install that toolkit, set CUDA_HOME to it, or use one image on all hosts"),
     Known(bounded(r"Error building extension"), "the compiler failed: read its first `error:` above (`unsupported GNU version`: gcc is too new for that nvcc, so set CC and CXX to an older one); other ranks then only miss the .so; use an image whose gcc and nvcc fit torch's CUDA version, or prebuilt extensions, and delete torch_extensions in the cache"),
     Known(bounded(r"image file is truncated|broken data stream when reading image"), "the message does not name the image: find it (open all with PIL and call load(), or print the path in __getitem__ when it fails), and fetch it again; to go on without it, return another sample there, or set PIL.ImageFile.LOAD_TRUNCATED_IMAGES = True"),
-    Known(bounded(r"MetadataIncompleteBuffer|deserializing header|central directory|invalid load key|Ran out of input|unexpected EOF|DataLossError|[Cc]orrupted record|[Tt]runcated record"), "that file is cut off or damaged there: delete it and fetch it again (was the disk full?), and compare its size with another node's"),
+    Known(bounded(r"MetadataIncompleteBuffer|deserializing header|central directory|invalid load key|Ran out of input|unexpected EOF|DataLossError|[Cc]orrupted record|[Tt]runcated record"), DAMAGED),
     Known(bounded(r"Free memory on device .{0,80}less than desired|memory capacity is unbalanced"), "something else holds memory of that GPU: see who with `nvidia-smi`, end it or use another GPU; or lower the share of memory (gpu_memory_utilization, mem-fraction-static)"),
     Known(bounded(r"busy or unavailable"), "another process holds that GPU, in exclusive mode (`nvidia-smi -q -d COMPUTE`), or two ranks use one: check CUDA_VISIBLE_DEVICES and LOCAL_RANK"),
     Known(bounded(r"Check batch related parameters"), "make the three numbers of DeepSpeed's config fit: train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks, or leave one of them out; see that all ranks were launched"),

@@ -44,7 +44,8 @@ def finding(
     if sites is None:
         sites = {f.rank: f.site for f in reversed(facts) if f.rank is not None and f.site is not None}
     state = "waiting" if any(f.role is Role.WAIT for f in facts) else None
-    waiting = tuple(where_at(r, sites.get(r), state) for r in others)
+    raised = {f.rank for f in facts if f.role is Role.CAUSE} if blamed else set()  # they failed, too
+    waiting = tuple(where_at(r, sites.get(r), state) for r in others if r not in raised)
     template = Template(KINDS[kind], cause, "{message}", "{cost}", "{advice}", proved, severity)
     return template(
         culprits=blamed,

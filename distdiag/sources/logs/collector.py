@@ -52,7 +52,8 @@ _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})
 _DIGIT = bounded(r"\d+")
 _STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
-_NPU_HEAD, _NPU_CODE = bounded(r"\bRankID:\d{1,6}\) ERR\d"), bounded(r"^E[A-Z]\d{4}: ")
+_NPU_HEAD = bounded(r"\(PID:(?P<pid>\d{1,9}), Device:\d{1,6}, RankID:\d{1,6}\) ERR\d|\bRankID:\d{1,6}\) ERR\d")
+_NPU_CODE = bounded(r"^E[A-Z]\d{4}: (?:\[PID: (?P<pid>\d{1,9})\])?")
 
 
 class Collector:
@@ -174,7 +175,7 @@ class Collector:
             self._section = int(named) if named and "--End" not in text else None
         elif who.rank is None:
             who.rank = self._section
-        if "RankID:" in text or self._of_npu[1]:
+        if "RankID:" in text or "[PID: " in text or self._of_npu[1]:
             self._exception_of_npu(text, number, who)
         if who.rank is not None:
             self._learn_rank(path, who, who.rank)
@@ -184,6 +185,7 @@ class Collector:
         line = Line(path, number, text, who, source_of(path, who), self._order)
         if who.at is not None and len(self._times) < MAX_WRITERS:
             self._times[line.source] = who.at
+        self._learned.since_stop(line)
         if self._table.line(text, number):
             self._end_rows(path)
             if "Traceback (most recent call last)" in text:
@@ -209,13 +211,16 @@ class Collector:
         """Give all lines of an exception of torch_npu the rank that its second line names."""
         rank, until = self._of_npu
         self._of_npu = None, 0
-        if _NPU_HEAD.search(text) is not None:
+        if (m := _NPU_HEAD.search(text)) is not None:
+            if m["pid"] and who.rank is not None:
+                self.result.is_rank_of(int(m["pid"]), who.rank)
             self._of_npu = who.rank, number + 1
             for f in self.result.facts[-1:]:
                 if f.who.rank is None and f.line == number - 1 and "HCCL" in f.text:
                     f.who = replace(f.who, rank=who.rank)
-        elif number == until and _NPU_CODE.match(text) is not None and who.rank is None:
-            who.rank = rank
+        elif (m := _NPU_CODE.match(text)) is not None and who.rank is None:
+            of_pid = self.result.rank_of.get(int(m["pid"])) if m["pid"] else None
+            who.rank = of_pid if of_pid is not None else rank if number == until else None
 
     def _learn_rank(self, path: Path, who: Writer, rank: int) -> None:
         """Note what else a line that shows its rank names: label, host, file, process."""
@@ -301,6 +306,7 @@ class Collector:
         )
         if name in _STOPS or name == "node_lost":
             self._learned.stopped = line.path, self._learned.run
+            self._learned.stopped_at = time_of(fields.get("when", ""))
         fact.engine = _ENGINE.match(who.process) is not None
         (out.past if role is Role.EXIT and line.number <= self._earlier else out.facts).append(fact)
         if name == "fatal":

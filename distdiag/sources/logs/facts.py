@@ -55,6 +55,7 @@ class Fact:
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
     of_node: bool = False  # `rank` is the rank on its node; the log does not show which ranks that node has
+    resumes: bool = False  # raised while a checkpoint was loaded
     unpickles: bool = False  # raised while an object of another process, or of a file, was read
     package: str = ""  # the installed package that raised it; empty for torch and the user's code
     file: str = ""  # the name of its file, if there are several

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.consequences import CONNECTION_LOST, REPORTS_ANOTHER
-from distdiag.diagnosis.known_errors import INSTALL, OTHER_VERSION, remedy
+from distdiag.diagnosis.known_errors import DAMAGED, DAMAGED_SHARD, INSTALL, OTHER_VERSION, remedy
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
@@ -216,6 +216,8 @@ def _of_exception(f: Fact, ranks: int) -> str:
     advice = remedy(f.text if more in f.text else f"{f.text} {more}", first)
     if f.unpickles and advice == INSTALL:
         advice = OTHER_VERSION
+    elif f.resumes and advice == DAMAGED:
+        advice = DAMAGED_SHARD
     elif f.package and f.package not in advice and _RACE.search(f.text) is not None:
         advice = f"{advice}; that call is in {f.package} itself, not in your code: see its issues, and upgrade it"
     return advice

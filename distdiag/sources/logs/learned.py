@@ -16,9 +16,10 @@ from distdiag.sources.logs.join import same_port
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import MESSAGES
-from distdiag.sources.logs.writers import Writer
+from distdiag.sources.logs.writers import Writer, apart
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
 
+STOPPED_S = 600.0  # no process of a step that Slurm cancelled writes so long after (KillWait is 30 s)
 MAX_DIGITS = 7  # of a rank or a size that is read
 _OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
 Of = Mapping[str, str]  # the fields of a line
@@ -42,6 +43,7 @@ class Learned:
     Attributes:
         run: The launch, and its attempt, of which the lines are.
         stopped: The last run that a scheduler stopped.
+        stopped_at: When Slurm ended all its processes, if that is known.
         pod: The one that `kubectl describe` describes.
         shut: The line of each file in which a server's process exits as it was asked to.
         begun_by: The command by which a shell started the job, without what is another one for each launch.
@@ -51,6 +53,7 @@ class Learned:
         self.found, self.later, self._seen = found, later, seen
         self.run: tuple[int, int] = (0, 0)
         self.stopped: tuple[Path, tuple[int, int]] | None = None
+        self.stopped_at: tuple[str, float] | None = None
         self.pod = self.begun_by = ""
         self.shut: dict[Path, int] = {}
         facts = (m for m in MESSAGES.values() if m.role is Role.FACT and not m.series)
@@ -221,6 +224,14 @@ class Learned:
     def launch(self, of: Of, line: Line) -> None:
         self.again(of, line)
         self.next_run(launch=True)
+
+    def since_stop(self, line: Line) -> None:
+        """Note a new launch at the first line that is too late to be of the run that Slurm stopped."""
+        at = line.who.at if "CANCELLED AT" not in line.text else None  # that is its own time
+        if self.stopped_at is None or at is None or at[0] == "utc":
+            return
+        if self.stopped == (line.path, self.run) and apart(self.stopped_at, at) > STOPPED_S:
+            self.launch({}, line)
 
     def requeued(self, of: Of, line: Line) -> None:
         if self.stopped == (line.path, self.run):

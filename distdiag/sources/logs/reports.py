@@ -24,6 +24,7 @@ _BEFORE = "the job ends before its first step"
 _CULPRIT = bounded(r"Culprit rank (\d{1,6});")
 _ANALYZED = {"SIZE_OR_SYNTAX": "shape", "COLLECTIVE_TYPE": "op", "COLLECTIVE_DTYPE": "dtype"}
 _RUNS = bounded(r", NCCL version (\d{1,3}\.\d{1,3}\.\d{1,3})")  # in torch's exceptions
+_HCCL_CAUSES = {"count": "shape", "dataType": "dtype"}
 _FINGERPRINT = {
     "number": bounded(r"SequenceNumber=(\d{1,18})"),
     "op": bounded(r"OpType=(\w+)"),
@@ -37,6 +38,8 @@ def findings(found: Collected) -> list[Finding]:
     out: list[Finding] = []
     if calls := found.named("fingerprints"):
         out.append(_fingerprints(calls))
+    if differ := found.named("hccl_differs"):
+        out.append(_arguments(found, differ))
     if len(_by_shape(found.named("process_shape"))) > 1:
         out.append(_shapes_given(found.named("process_shape")))
     if models := found.named("ddp_shape") or _counted(found, real=True):
@@ -77,6 +80,29 @@ def _shapes_given(facts: list[Fact]) -> Finding:
     message = f"the ranks passed different shapes to one operation of Accelerate: {', '.join(texts)}"
     advice = "pad them to one shape first (accelerator.pad_across_processes), or use gather_for_metrics for the last, smaller batch"
     return _differ("mismatch", "shape", facts, sides.values(), message, advice)
+
+
+def _arguments(found: Collected, facts: list[Fact]) -> Finding:
+    """Return the finding on a collective to which ranks passed different arguments, as HCCL compared them over each connection."""
+    of = facts[0].fields
+    facts = [f for f in facts if (f.fields["tag"], f.fields["parameter"]) == (of["tag"], of["parameter"])]
+    sides: dict[str, set[int]] = {f.fields[key]: set() for f in facts for key in ("has", "got")}
+    for f in facts:
+        if f.rank is not None and not f.of_node:
+            sides[f.fields["has"]].add(f.rank)
+    texts = [
+        f"{value} on {rank_list(sorted(q)) if q else 'a rank that the log does not name'}"
+        for value, q in list(sides.items())[:4]
+    ]
+    op = op_name(of["tag"])
+    site = first_site(facts) or first_site([f for f in found.facts if f.rank in set().union(*sides.values())])
+    what = _HCCL_CAUSES.get(of["parameter"], "op")
+    message = f"the ranks passed different arguments to one {op}{at(site)}: {of['parameter']} is {', '.join(texts)}"
+    advice = f"look at what they pass there: make its {'length' if what == 'shape' else of['parameter']} equal on all ranks{' (pad it, or agree on the length first)' if what == 'shape' else ''}; the ranktable and the network are not the cause"
+    ranks: Collection[Collection[int]] = sides.values() if all(sides.values()) else [set().union(*sides.values())]
+    return _differ(
+        "mismatch", what, facts, ranks, message, advice, proved=all(sides.values()), collective=CollectiveRef(op, "")
+    )
 
 
 def derived(found: Collected) -> list[Finding]:

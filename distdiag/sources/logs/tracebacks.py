@@ -59,6 +59,9 @@ _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
 _HOOK = bounded(
     r"\[rank\d{1,6}\]: $"
 )  # torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
+# functions that load a checkpoint of the job; and those that load the weights of a model that was fetched
+_RESUMES = bounded(r"load_(?:\w{1,20}_)?(?:checkpoint|ckpt|optim)|(?:^|_)(?:resume|restore)")
+_DOWNLOADED = bounded(r"from_pretrained|_and_dispatch")
 PREFIX = bounded(r"^(?:\[[^\]]*\]:? ?){0,9}")
 # a logger's line before the traceback of `logger.exception`
 _ANNOUNCES = bounded(
@@ -289,6 +292,8 @@ class Tracebacks:
             fact.engine = fact.engine or any(_ENGINE.search(str(frame["filename"])) for frame in trace.frames)
             fact.package = m[1] if (m := _PACKAGE.search(innermost)) is not None else ""
             fact.unpickles = any(_UNPICKLES.search(f"{frame['filename']} {frame['name']}") for frame in trace.frames)
+            names = [str(frame["name"]) for frame in trace.frames]
+            fact.resumes = any(map(_RESUMES.search, names)) and not any(map(_DOWNLOADED.search, names))
             fact.in_collective = innermost.endswith(_COLLECTIVE)
             fact.serves = innermost.endswith("/torch/distributed/rendezvous.py")
             earlier = self._before.pop(line.source, None)

@@ -50,6 +50,7 @@ MESSAGES = (
     message("horovod_stall", W),
     message("barrier_reached", W, ("successfully reached monitoredBarrier", r"Rank (?P<waiter>\d+) successfully reached monitoredBarrier")),
     message("fingerprints", C, ("Detected mismatch between collectives", r"Detected mismatch between collectives on ranks\. Rank (?P<a>\d+) is running (?:inconsistent )?collective: CollectiveFingerPrint\((?P<fa>.*?)\)?(?:, but Rank (?P<b>\d+) is running (?:inconsistent )?collective: CollectiveFingerPrint\((?P<fb>.*))?$")),
+    message("hccl_differs", C, ("inconsistent between ranks", r"(?:The )?arguments for collective communication are inconsistent between ranks: ?tag ?\[(?P<tag>[A-Za-z]{1,40})[^\]]{0,300}\], ?parameter ?\[(?P<parameter>\w{1,40})\], ?local ?\[(?P<has>[^\]]{1,80})\], ?remote ?\[(?P<got>[^\]]{1,80})\]")),
     message("process_shape", C, ("- Process ", r"^(?:\[[^\]]*\]:? ?){0,9}\s{0,9}- Process (?P<a>\d{1,6}): (?P<shape>\[[\d, \[\]]{0,200}\])\s*$")),
     message("ddp_params", C, ("DDP expects same model", r"DDP expects same model across all ranks, but Rank (?P<a>\d+) has (?P<na>\d+) params, while rank (?P<b>\d+) has inconsistent (?P<nb>-?\d+) params")),
     message("ddp_shape", C, ("appears not to match", r"\[(?P<a>\d+)\]: params\[(?P<index>\d+)\] in this process with (?P<what>sizes|strides) (?P<sa>\[[^\]]{0,99}\]) appears not to match (?:sizes|strides) of the same param in process (?P<b>\d+)")),

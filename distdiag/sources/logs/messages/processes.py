@@ -41,6 +41,7 @@ MESSAGES = (
        ("Initializing distributed: GLOBAL_RANK", r"Initializing distributed: GLOBAL_RANK: 0,")),
     message("command", F, *((name, rf"^(?:\+{{1,3}}|\S{{0,80}}[$#]) (?P<command>.{{0,400}}\b{name}.{{1,1000}})") for name in ("torchrun ", "accelerate launch ", "mpirun ", "deepspeed "))),
     message("requeued", F, ("SLURM_RESTART_COUNT", r"\bSLURM_RESTART_COUNT\W{1,3}[1-9]"),
+       ("equeue", r"(?i:\brequeued?\b.{0,60}\brestart(?:[ _]count)?\W{1,3}[1-9])"),
        ("allocated resources", r"\bjob \d+ has been allocated resources")),
     message("closing", F, (" closing signal", r"Sending process (?P<pid>\d+) closing signal")),
     message("nodes_wanted", F, ("min_nodes", r"\bmin_nodes\s{1,20}: (?P<nodes>\d{1,6})\b")),

@@ -1,0 +1,76 @@
+"""A stop from outside ends one attempt of a job; what fails after a later start in the same log is judged first. All texts are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.sources.test_logs import about, diagnose, only, raised
+
+CUT = "slurmstepd: error: *** STEP 81.0 ON b4 CANCELLED AT 2031-05-06T01:20:30 DUE TO PREEMPTION ***\n"
+RUN = "".join(f"step {n} loss 2.{n}\n" for i in range(3) for n in [700 + i])
+DAMAGED = "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory"
+
+
+def _loads(rank: int, function: str) -> str:
+    """Return the traceback of a rank that loads a damaged file in a function."""
+    p = f"[rank{rank}]: "
+    frames = f'{p}  File "/w/run.py", line 9, in <module>\n{p}    main()\n{p}  File "/v/site-packages/lib/io.py", line 5, in {function}\n{p}    read()\n'
+    return f"{p}Traceback (most recent call last):\n{frames}{p}{DAMAGED}\n"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "[2031-05-06 02:44:10,125] [INFO] [comm.py:9:init] starting\n",
+        "[W506 02:44:10.125000077 socket.cpp:7] [c10d] connecting\n",
+        "---- requeue of job 81, restart count 2 ----\n",
+    ],
+)
+def test_a_failure_of_a_later_attempt_comes_before_the_stop_of_the_one_before(tmp_path: Path, start: str) -> None:
+    report = diagnose(tmp_path, RUN + CUT + start + raised(2, "KeyError: 'router'"))
+    assert about(only(report)) == ("rank_lost", "crashed", (2,), ())
+    assert report.state_text is None and any("preemption on line 4" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("start", ["", "[2031-05-06 01:20:52,125] [INFO] [comm.py:9:end] closing\n"])
+def test_what_fails_right_after_a_stop_follows_from_it(tmp_path: Path, start: str) -> None:
+    report = diagnose(tmp_path, RUN + CUT + start + raised(2, "KeyError: 'router'"))
+    assert not report.findings and "preemption" in (report.state_text or "")
+
+
+def test_a_damaged_checkpoint_is_not_fetched_again(tmp_path: Path) -> None:
+    assert "before that one" in only(diagnose(tmp_path, _loads(3, "load_checkpoint"))).advice
+    assert "fetch it again" in only(diagnose(tmp_path, _loads(3, "from_pretrained"))).advice
+
+
+def _hccl(rank: int, local: int, remote: int, parameter: str = "count") -> str:
+    p = f"[rank{rank}]:"
+    return (
+        f"{p} RuntimeError: call.cpp:2 OPS function error: HcclAllgather, error code is 5\n"
+        f"{p} EI0005: [PID: 3] The arguments for collective communication are inconsistent between ranks: tag [AllGather_10.1.1.1], "
+        f"parameter [{parameter}], local [{local}], remote [{remote}]\n"
+        f"{p} Create dest error! createLink para:rank[{rank}]-localUserrank[{rank}], dst_rank[{rank + 1}]-remoteUserrank[0]\n"
+    )
+
+
+def test_hccl_compares_the_arguments_of_two_ranks(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, RUN + _hccl(1, 96, 40) + _hccl(2, 40, 96) + _hccl(3, 96, 40)))
+    assert about(f) == ("mismatch", "shape", (2,), (1, 3))
+    assert "40 on rank 2" in f.message and "96 on ranks 1, 3" in f.message and not f.waiting
+    f = only(diagnose(tmp_path, _hccl(1, 4, 9, "dataType")))
+    assert about(f) == ("mismatch", "dtype", (), (1,)) and f.certainty == "suspected"
+    assert "9 on a rank that the log does not name" in f.message
+
+
+def test_ranks_that_raised_the_same_error_do_not_wait(tmp_path: Path) -> None:
+    text = "".join(
+        raised(
+            r,
+            f"RuntimeError: DDP expects same model across all ranks, but Rank {r} has {n} params, while rank {q} has inconsistent {m} params.",
+        )
+        for r, n, q, m in ((0, 30, 1, 28), (1, 28, 0, 30), (2, 30, 1, 28))
+    )
+    f = only(diagnose(tmp_path, text))
+    assert about(f)[2:] == ((1,), (0, 2)) and not f.waiting and [w.rank for w in f.where] == [1]
