@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources.test_logs import about, diagnose, only, raised
+from tests.sources.test_logs import about, diagnose, only, raised, timeout
 
 CUT = "slurmstepd: error: *** STEP 81.0 ON b4 CANCELLED AT 2031-05-06T01:20:30 DUE TO PREEMPTION ***\n"
 RUN = "".join(f"step {n} loss 2.{n}\n" for i in range(3) for n in [700 + i])
@@ -74,3 +74,21 @@ def test_ranks_that_raised_the_same_error_do_not_wait(tmp_path: Path) -> None:
     )
     f = only(diagnose(tmp_path, text))
     assert about(f)[2:] == ((1,), (0, 2)) and not f.waiting and [w.rank for w in f.where] == [1]
+
+
+def test_the_node_of_the_rendezvous_may_have_ended_or_only_be_unreachable(tmp_path: Path) -> None:
+    lost = "[rank{r}]:[W506 01:20:30.1 TCPStore.cpp:1] [c10d] recvValue failed on SocketImpl(fd=6, remote=[a0.pool]:29400): Broken pipe\n"
+    agent = "W0506 01:20:31 9 dynamic_rendezvous.py:3] The node 'a1_9_0' has failed to send a keep-alive heartbeat to the rendezvous 'j' due to an error of type RendezvousConnectionError.\n"
+    f = only(diagnose(tmp_path, RUN + "".join(lost.format(r=r) for r in range(4, 8)) + agent))
+    assert "serves it (a0.pool) could not be reached" in f.message and "no log has a line of ranks 0–3" in f.message
+    assert f.certainty == "suspected"
+    waits = "".join(timeout(r) for r in range(4))
+    assert only(diagnose(tmp_path, RUN + waits)).cost == "the job made no progress from then on"
+    assert only(diagnose(tmp_path, waits)).cost == "the job made no progress until it ended"
+
+
+def test_equal_calls_that_time_out_on_all_ranks(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, "".join(timeout(r) for r in range(4))))
+    assert "all with 64 elements" in f.message and "their calls are equal" in f.advice and "py-spy dump" in f.advice
+    f = only(diagnose(tmp_path, "".join(timeout(r, numel=None) for r in range(4))))
+    assert "elements" not in f.message and "check that all ranks made the same call" in f.advice

@@ -61,6 +61,8 @@ def test_the_host_whose_gloo_listens_on_the_loopback_address(tmp_path: Path) -> 
     text = LOOPBACK.format(n=3, ip=there) + MESH.format(n=3, ip=there)
     f = only(diagnose(tmp_path, text + MESH.format(n=0, ip="")))
     assert "gloo on ranks 0, 3 could not" in f.message and "10.4.0.8 cannot resolve its own host name" in f.message
+    f = only(diagnose(tmp_path, text + LOOPBACK.format(n=5, ip=there) + MESH.format(n=0, ip="")))
+    assert "gloo on ranks 0, 3 could not" in f.message  # rank 5 has only a warning
     f = only(diagnose(tmp_path, text))
     assert "rank 3 on 10.4.0.8 could not" in f.message and "cannot resolve" not in f.message
 

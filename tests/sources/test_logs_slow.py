@@ -95,5 +95,10 @@ def test_the_one_rank_that_the_last_reports_of_nvrx_name_is_a_straggler(tmp_path
     f = only(diagnose(tmp_path, scores("") + scores(slow) * 3))
     assert about(f) == ("straggler", "forward", (21,), ()) and (f.severity, f.certainty) == ("warning", "suspected")
     assert f.message.startswith("rank 21 on pool-2 is the one slow rank") and "score is 0.61" in f.message
+    assert any("calls rank 21 on pool-2 slow" in note for note in diagnose(tmp_path, scores(slow) * 2).notes)
+    throttled = "    Clocks Event Reasons\n        HW Power Brake Slowdown           : Active\n"
+    f = only(diagnose(tmp_path, scores(slow).rpartition("[NeMo I")[0] + throttled))
+    assert f.culprits == (21,) and "`HW Power Brake Slowdown: Active`" in f.message and "clocked down" in f.advice
+    assert not diagnose(tmp_path, scores(slow) + throttled.replace("Active", "Not Active")).findings
     for text in (scores(slow) * 2, scores(slow) * 3 + scores(""), scores(slow) * 2 + scores("[21, 3]"), scores("") * 4):
         assert not diagnose(tmp_path, text).findings

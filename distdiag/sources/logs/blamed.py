@@ -150,6 +150,11 @@ def owner_of_key(found: Collected, facts: Sequence[Fact]) -> Blamed:
     return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}, job_ranks(facts)
 
 
+def of_failed(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    """Return the ranks that failed: those of hints only show something of a host."""
+    return (), job_ranks([f for f in facts if f.role is not Role.HINT])
+
+
 def silent(found: Collected, facts: Sequence[Fact]) -> Blamed:
     ranks = job_ranks(facts)
     return absent_ranks(found, ranks) if len(ranks) > 1 else (), ranks

@@ -280,6 +280,8 @@ class Collector:
         if role is Role.FACT:
             self._learned.take(name, fields, line)
             return None
+        if "server" in fields and len(out.servers) < MAX_WRITERS:  # of a warning, too
+            out.servers.add(fields["server"])
         if (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)) or any(
             len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()
         ):

@@ -155,7 +155,7 @@ class Later:
                     most, self.left = most + 1, self.left - 1
                 if most <= 0:
                     return
-                if raw.strip():
+                if raw.strip() and not raw.startswith(b"frame #"):  # of the stacks of C++
                     most, nth = most - 1, nth + 1
                     self.left -= after is not None
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")

@@ -19,7 +19,7 @@ from distdiag.sources.logs import blamed, meanings
 from distdiag.sources.logs.build import ENDED, Fields, finding, job_ranks, last_words, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import HERE, first_site
-from distdiag.terms.untrusted import bounded
+from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 _ANY = ("0.0.0.0", "::")
 NO_ROUTE = bounded(r"No route to host|Network is unreachable")
@@ -192,14 +192,14 @@ START_ROWS = (
         "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists", subject="a node"),
     Row("full_mesh loopback", _LOST, "gloo on {who} could not connect to every other rank: {loops} cannot resolve its own host name, so gloo listens there on the loopback address, which no other host reaches",
         "set GLOO_SOCKET_IFNAME on all nodes to the interface that they share, in the environment of the processes themselves (with Ray: before `ray start`); or give that host its own name and address (/etc/hosts): `getent hosts $(hostname)`",
-        when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, subject="a node", more=lambda facts: {"loops": some([_where(f) for f in facts if f.name == "loopback"])}),
+        when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, blames=blamed.of_failed, subject="a node", more=lambda facts: {"loops": some([_where(f) for f in facts if f.name == "loopback"])}),
     Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
         "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason", subject="a node"),
     Row("keep_alive rendezvous", _LOST, "torchrun lost its rendezvous: its port was in use at the start (line {taken}), so it used the store that another launcher serves there, most likely one of another job, and that one ended",
         "give each job on this host its own store: torchrun --standalone, or another port (--rdzv-endpoint=localhost:0, --master-port); then resume from the newest checkpoint; if both launchers are of this job, read the other one's log",
         when=lambda facts: "taken" in facts[0].fields, subject="a node"),
-    Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it, the first one, has ended",
-        "read the log of the first node (--rdzv-endpoint): its failure came before these"),
+    Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it{server} could not be reached any more: it ended, or its network failed{absent}",
+        "read that node's log (it is that of --rdzv-endpoint), its `dmesg -T` and the scheduler's record: these lines only follow from what happened there"),
     Row("rendezvous", _LOST, "{who} did not complete torchrun's rendezvous ({what}){came}",
         "see whether all nodes have started with one --rdzv-endpoint, --rdzv-id and --nnodes, and reach that address", subject="a node"),
 )  # fmt: skip
@@ -276,7 +276,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     fields = _fields(facts, culprits, victims, row.subject)
     bar = next((found.bars[f.path] for f in facts if found.bars.get(f.path)), "")
     fields |= {"bar": f"; a progress bar moved on while they waited ({bar})" if bar else ""}
-    fields |= row.more(facts) | {"came": _came(found), "settings": _settings(found)}
+    fields |= row.more(facts) | {"came": _came(found), "settings": _settings(found)} | _server(found)
     kind, _, cause = row.kind.partition("/")
     went_on = kind == "rank_lost" and (found.steps or found.began)
     return finding(
@@ -300,6 +300,15 @@ def _came(found: Collected) -> str:
         return ""
     nodes = some(sorted(found.nodes_came))
     return f"; of the {found.nodes_wanted:,} nodes that it needs, the log shows {came:,} that came: {nodes}"
+
+
+def _server(found: Collected) -> dict[str, str]:
+    """Return the host of the job's store, as its clients name it, and the ranks of which no log has a line."""
+    absent = sorted(set(range(min(max(found.ranks, default=0), MAX_RANKS))) - found.ranks)
+    return {
+        "server": f" ({min(found.servers)})" if len(found.servers) == 1 else "",
+        "absent": f"; no log has a line of {rank_list(absent)}" if absent else "",
+    }
 
 
 def _settings(found: Collected) -> str:

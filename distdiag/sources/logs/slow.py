@@ -14,6 +14,7 @@ from distdiag.terms.untrusted import bounded, is_rank, numbers
 
 GROWN = 1.25  # of the host memory in use: its last to its first value
 FACTOR = 1.5  # of the slowest to the fastest rank, of iterations to those before, of the most memory to the next
+REPORT_LINES = 16  # one report lists no more than the five worst and best ranks, and headings
 LEAST = 3  # reports; iterations before and after, apart from the first one
 _RANK = bounded(r"\brank=(\d{1,7})")
 KEPT = 512  # of one series: the first and the last ones
@@ -45,7 +46,7 @@ def growth(found: Collected) -> tuple[str, str]:
 def findings(found: Collected) -> list[Finding]:
     """Return the rank that all of the last reports name as the slowest one, by far."""
     for (name, _, _), series in found.series.items():
-        if name == "gpu_scores" and (slowest := _by_scores(series)) is not None:
+        if name == "gpu_scores" and (slowest := _by_scores(series, found.named("throttled"))) is not None:
             return [slowest]
         last = series[-LEAST:]
         if name != "straggler_report" or len(last) < LEAST:
@@ -74,25 +75,46 @@ def most_memory(found: Collected) -> tuple[str, str]:
     return "", ""
 
 
-def _by_scores(series: Sequence[Fact]) -> Finding | None:
-    """Return the one rank that NVRx calls slow in each of its last reports; None if there is none."""
-    reports: list[tuple[set[int], list[Fact]]] = [(set(), [])]
+def _reports(series: Sequence[Fact]) -> list[tuple[set[int], list[Fact]]]:
+    """Return the last reports of NVRx: the ranks that each calls slow, and its lines."""
+    reports: list[tuple[set[int], list[Fact]]] = []
     for f in series:
+        last = reports[-1][1][-1] if reports else None
+        if last is None or "over" in last.fields or f.line - last.line > REPORT_LINES:
+            reports.append((set(), []))
         reports[-1][1].append(f)
         named = f.fields.get("ranks", "")
         reports[-1][0].update(map(int, _RANK.findall(named)) if "rank=" in named else numbers(named))
-        reports += [(set(), [])] if "over" in f.fields else []
-    last = reports[-1 - LEAST : -1]
+    return reports[-LEAST:]
+
+
+def _one_slow(series: Sequence[Fact]) -> tuple[int, str, str] | None:
+    """Return (the one rank that the last report of NVRx calls slow, its host, its score), if the reports before name no other; else None."""
+    last = _reports(series)
     ranks = set[int]().union(*(slow for slow, _ in last))
-    if len(last) < LEAST or len(ranks) != 1 or not all(slow for slow, _ in last) or not is_rank(rank := min(ranks)):
+    if len(ranks) != 1 or not last[-1][0] or not is_rank(rank := min(ranks)):
         return None
+    own = (f.fields for f in last[-1][1] if f.fields.get("r") == str(rank))
+    score = min(own, key=lambda of: of["score"], default={})
+    on = f" on {score['host']}" if score else ""
+    return rank, on, f"; its GPU's score is {score['score']}, 1 is the fastest" if score else ""
+
+
+def _by_scores(series: Sequence[Fact], throttled: Sequence[Fact]) -> Finding | None:
+    """Return the one rank that NVRx calls slow in each of its last reports, or in the last one, if a GPU is throttled; None if there is none."""
+    last, one = _reports(series), _one_slow(series)
+    every = len(last) == LEAST and all(slow for slow, _ in last)
+    if one is None or not (every or throttled):
+        return None
+    rank, on, shown = one
     facts = [f for _, report in last for f in report if "ranks" in f.fields]
-    score = next((f for f in last[-1][1] if f.fields.get("r") == str(rank)), None)
-    on = f" on {score.fields['host']}" if score else ""
-    shown = f"; its GPU's score is {score.fields['score']}, 1 is the fastest" if score else ""
-    message = f"rank {rank}{on} is the one slow rank in each of NVRx's last {LEAST} straggler reports{shown}"
+    where = f"each of NVRx's last {LEAST} straggler reports" if every else "NVRx's last straggler report"
+    message = f"rank {rank}{on} is the one slow rank in {where}{shown}"
+    for f in sorted(throttled, key=lambda f: -len(f.fields["what"]))[:1]:  # the one that names the reason
+        message += f"; nvidia-smi shows that a GPU is throttled: `{f.fields['what']}: Active` (line {f.line:,}{f' of {f.file}' if f.file else ''})"
+    advice = _CLOCK if throttled else _OTHER
     return finding(
-        "straggler", "forward", facts, message, _OTHER, culprits=[rank], cost=_COST, severity=Severity.WARNING
+        "straggler", "forward", facts, message, advice, culprits=[rank], cost=_COST, severity=Severity.WARNING
     )
 
 
@@ -112,7 +134,11 @@ def _ms(text: str) -> str:
 
 
 def notes(found: Collected) -> list[str]:
-    """Return that iterations take longer from a line on, to the end, with the same batch size."""
+    """Return which rank few reports call slow; or that iterations take longer from a line on, to the end, with the same batch size."""
+    for (name, _, _), series in found.series.items():
+        one = _one_slow(series) if name == "gpu_scores" else None
+        if one is not None and _by_scores(series, found.named("throttled")) is None:
+            return [f"NVRx's last straggler report calls rank {one[0]}{one[1]} slow{one[2]}: {_OTHER}"]
     for (name, _, _), series in found.series.items():
         if name != "iteration" or len({f.fields.get("batch") for f in series}) != 1:
             continue

@@ -173,7 +173,6 @@ def _overslept(waiting: Waits) -> str:
 
 def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int]) -> Finding:
     """Return the finding on ranks that waited in one call; `late` is what the late ranks have issued."""
-    seq = _seq(waiting)
     ranks = tuple(sorted(waiting))
     limit_s = next((w.limit_s for w in waiting.values() if w.limit_s), 0.0)
     after = f" after {rough_time(limit_s)}" if limit_s else ""
@@ -216,18 +215,32 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
         return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{said}",
                      f"{saving}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{site}", absent)  # fmt: skip
     if everybody or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
-        if 0 < limit_s < SHORT_S:
-            return _timed_out(group, waiting, f"{start}: that limit is too short to show that anything is wrong",
-                              "give the group a usual timeout (timeout= of init_process_group takes a timedelta; torch's own is 10 minutes with NCCL)", kind="stall/unknown")  # fmt: skip
-        if (seq or 0) <= 1 and all(w.completed is not None and w.completed < 1 for w in waiting.values()):
-            return _timed_out(group, waiting, f"{start}, and none has completed: the first collective of {label(group) or 'the job'} never worked",
-                         PATH, kind="stall/unknown")  # fmt: skip
-        return _timed_out(group, waiting, f"{start}. No other rank is known from the log",
-                     "check that all ranks made the same call there, then the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`",
-                     kind="stall/unknown")  # fmt: skip
+        return _all_waited(group, waiting, start, limit_s)
     alone = "what the other ranks did is not in the log"
     others = alone if len(ranks) < 2 else "the others' logs are needed to see who was missing"
     return _timed_out(group, waiting, f"{start}; {others}", f"give the logs of all ranks, or {DUMPS}")
+
+
+def _all_waited(group: Group, waiting: Waits, start: str, limit_s: float) -> Finding:
+    """Return the finding on ranks that all waited in one call."""
+    seq = _seq(waiting)
+    if 0 < limit_s < SHORT_S:
+        return _timed_out(group, waiting, f"{start}: that limit is too short to show that anything is wrong",
+                          "give the group a usual timeout (timeout= of init_process_group takes a timedelta; torch's own is 10 minutes with NCCL)", kind="stall/unknown")  # fmt: skip
+    if (seq or 0) <= 1 and all(w.completed is not None and w.completed < 1 for w in waiting.values()):
+        return _timed_out(group, waiting, f"{start}, and none has completed: the first collective of {label(group) or 'the job'} never worked",
+                     PATH, kind="stall/unknown")  # fmt: skip
+    sizes = {w.size for w in waiting.values()}
+    same = len(waiting) > 1 and None not in sizes and len(sizes) == 1
+    equal = f", all with {min(filter(None, sizes), default=0):,} elements" if same else ""
+    first = (
+        "their calls are equal there, as far as the watchdogs show them: look at"
+        if same
+        else "check that all ranks made the same call there, then"
+    )
+    return _timed_out(group, waiting, f"{start}{equal}. No other rank is known from the log",
+                 f"{first} the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`; for the next time, the stacks of all ranks while they hang (`py-spy dump --pid PID`), and {DUMPS}",
+                 kind="stall/unknown")  # fmt: skip
 
 
 def _came_later(found: Collected, absent: Collection[int], waiting: Waits) -> Site | None:

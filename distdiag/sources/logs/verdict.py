@@ -14,7 +14,7 @@ import msgspec
 
 from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
-from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, NO_PROGRESS_SINCE, at, count, rough_time, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import events, exits, failures, hosts, later, reports, rows, slow, timeouts
 from distdiag.sources.logs.build import ENDED, finding, some
@@ -117,6 +117,7 @@ def judge_logs(
         if len(joined.facts) + len(joined.past) > len(found.facts) + len(found.past):  # it was wrapped: more is known
             found = joined
     findings, text = judge(found)
+    findings = [_cost(f, found) for f in findings]
     findings = [_after_caught(hosts.with_reports(f, found), found) for f in findings]
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting) if w.file}
     error = any(f.severity == Severity.ERROR for f in findings)
@@ -134,6 +135,12 @@ def judge_logs(
         unjudged=None if findings or text or ended else _unjudged(found),
         state_text=text,
     )
+
+
+def _cost(f: Finding, found: Collected) -> Finding:
+    """Return a finding whose cost counts from the failure on, if the job had made progress before."""
+    ran = (found.steps or found.began) and not found.recorded and f.cost == NO_PROGRESS_MADE
+    return msgspec.structs.replace(f, cost=NO_PROGRESS_SINCE) if ran else f
 
 
 def _unjudged(found: Collected) -> str:

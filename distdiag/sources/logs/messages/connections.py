@@ -37,7 +37,8 @@ MESSAGES = (
     message("own_error", H, ("NCCL Error ", r"NCCL Error \d+: (?P<what>(?:unhandled cuda|invalid)[^,]{1,120})"),
        ("NCCL error", r"NCCL error(?: in)?: ?(?:\S+\.[ch]pp:\d+, |(?!\s*\S+\.[ch]pp:))(?P<what>(?:unhandled cuda|invalid)[^,]{1,120})"),
        ("Error: ", r"\b(?P<what>nccl(?:UnhandledCuda|InvalidUsage|InvalidArgument)\w*)\b")),
-    message("store_lost", V, ("TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)")),
+    message("store_lost", V, ("remote=[", r"TCPStore.{0,200}remote=\[(?P<server>[^\]\s]{1,253})\]:\d{1,5}\): (?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)"),
+       ("TCPStore", r"(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes).{0,200}TCPStore|TCPStore.{0,200}(?:Connection reset by peer|Broken pipe|failed to recv, got 0 bytes)")),
     message("nccl_warning", H, ("NCCL WARN", r"NCCL WARN (?!\[(?:Proxy|Service|Rem Allocator)|Socket recv failed while polling|Failed to CUDA calloc)(?P<what>.{1,200})"),
        ("<warn> err: ", r"libfabric:.{1,160}<warn> err: \d{1,6}, message: (?P<what>.{1,200})")),
 )  # fmt: skip

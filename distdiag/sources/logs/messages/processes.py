@@ -7,7 +7,7 @@ from distdiag.sources.logs.message import F, message
 MESSAGES = (
     message("shut_down", F, ("EngineCore exiting", r"\bEngineCore exiting\.")),  # as it was asked to
     message("gpu_scores", F, ("worse relative performance", r"worse relative performance\. Affected ranks: (?P<ranks>[\[{].{1,400}[\]}])"),
-       ("Score=", r"^\s{1,20}Rank=(?P<r>\d{1,7}) Node=(?P<host>\S{1,253}) Score=(?P<score>[01]\.\d{1,4})"),
+       ("Score=", r"^(?:\s{0,5}\d{1,6}: )?\s{1,20}Rank=(?P<r>\d{1,7}) Node=(?P<host>\S{1,253}) Score=(?P<score>[01]\.\d{1,4})"),
        ("report processing time", r"(?P<over>Straggler report processing time)"),  # its last line
        series=True),
     message("iteration", F, ("elapsed time per iteration", r"\biteration\s{1,12}(?P<step>\d{1,12})/.{0,200}?elapsed time per iteration \(ms\): (?P<ms>\d{1,12}(?:\.\d{1,6})?)(?:.{0,200}?global batch size:\s{1,9}(?P<batch>\d{1,9}))?"), series=True),
