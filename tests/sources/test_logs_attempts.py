@@ -92,3 +92,51 @@ def test_equal_calls_that_time_out_on_all_ranks(tmp_path: Path) -> None:
     assert "all with 64 elements" in f.message and "their calls are equal" in f.advice and "py-spy dump" in f.advice
     f = only(diagnose(tmp_path, "".join(timeout(r, numel=None) for r in range(4))))
     assert "elements" not in f.message and "check that all ranks made the same call" in f.advice
+
+
+def _reran(node: str, device: int, what: str) -> str:
+    return f"ERROR:rerun:Rank 3, node {node}, device {device}, iteration #77: {what}\n"
+
+
+NAN = "ERROR:rerun:Unexpected result nan on rank 3 at iteration #77 invocation #1 (message='found NaN in the loss')\n"
+SAME_GPU = _reran("c7", 6, "First rerun: unexpected result is reproducible within the tolerance (nan = nan).")
+
+
+def test_a_rerun_elsewhere_names_the_gpu_of_the_first_one(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, NAN + SAME_GPU))
+    assert "device 6, line 2), it got the same result" in f.message and f.advice.startswith(
+        "resume from the checkpoint"
+    )
+    again = "[default] Setting OMP_NUM_THREADS environment variable for each process to be 1\n"
+    f = only(diagnose(tmp_path, NAN + SAME_GPU + again + _reran("c9", 1, "Possible persistent error!")))
+    assert "it had before: node c7, device 6 (line 2)" in f.message and "take out device 6 of node c7" in f.advice
+
+
+XID = "NVRM: Xid (PCI:0000:2a:00): 79, pid=7, GPU has fallen off the bus?\n"
+
+
+def test_a_panel_of_rich_quotes(tmp_path: Path) -> None:
+    panel = "╭──── sample ────╮\n│ Prompt         │\n│ " + XID + "╰────────────────╯\n"
+    report = diagnose(tmp_path, RUN + panel + RUN)
+    assert not report.findings and not any("fell off" in note for note in report.notes)
+    assert diagnose(tmp_path, RUN + XID).findings
+
+
+def test_what_a_run_of_pytest_that_passed_has_provoked_is_no_note(tmp_path: Path) -> None:
+    text = raised(1, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1 GiB.") + "loss: nan\nloss: nan\n"
+    quiet = diagnose(tmp_path, text + "=== 31 passed, 2 skipped in 7.25s ===\n")
+    assert not quiet.findings and not any("memory" in n or "NaN" in n for n in quiet.notes)
+    assert diagnose(tmp_path, text + "=== 2 failed, 31 passed in 7.25s ===\n").findings
+
+
+def test_a_short_title_keeps_what_tells(tmp_path: Path) -> None:
+    cuda = "RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that might have already set an error? Error 802: system not yet initialized"
+    assert "Error 802: system not yet initialized" in only(diagnose(tmp_path, raised(1, cuda))).message
+    cache = "/home/kim/.triton/cache/" + 40 * "QX" + "/"
+    moved = (
+        f"FileNotFoundError: [Errno 2] No such file or directory: '{cache}tmp.pid_81_7/norm.ttir' -> '{cache}norm.ttir'"
+    )
+    assert (
+        "'/home/kim/.triton/…/norm.ttir' -> '/home/kim/.triton/…/norm.ttir'"
+        in only(diagnose(tmp_path, raised(1, moved))).message
+    )

@@ -141,7 +141,12 @@ class Collector:
         self.result.left_out += len(launches) - 1 + attempt if launches else 0
         causes = (f for f in facts if f.role in (Role.CAUSE, Role.STOP) and (f.run[0] < launch or f.run[1] < attempt))
         self.result.before += {f.run: f for f in reversed(list(causes))}.values()
-        return [f for f in facts if f.run[0] == launch and (f.run[1] >= attempt or not LASTING.isdisjoint(f.fields))]
+        return [
+            f
+            for f in facts
+            if f.name == "rerun"  # it is about an earlier run
+            or (f.run[0] == launch and (f.run[1] >= attempt or not LASTING.isdisjoint(f.fields)))
+        ]
 
     def _since_stop(self, path: Path, facts: list[Fact]) -> list[Fact]:
         """Return the facts after the last stop from outside after which the job was started again, and then failed."""
@@ -254,6 +259,8 @@ class Collector:
         text = line.text
         for row in TABLE:
             if row.needle in text and (m := row.regex.search(text)) is not None:
+                if row.role is not Role.FACT and "│" in text[: m.start()]:
+                    continue  # a panel of rich quotes a sample
                 if row.role in (Role.CAUSE, Role.VICTIM, Role.EXIT) and _mentioned(text[: m.start()], row.role):
                     continue
                 self._add(row.name, row.role, m.groupdict(), line)

@@ -12,7 +12,7 @@ from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before, earlier, process
-from distdiag.sources.logs.meanings import GENERAL, RERUNS
+from distdiag.sources.logs.meanings import GENERAL, OF_EARLIER_LOG, RERUN_ELSEWHERE, RERUNS
 from distdiag.sources.logs.patterns import MEANINGS
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
@@ -34,7 +34,7 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_memory(r, memory)
         _of_all(r, found)
         _of_system(r, reported)
-        _of_rerun(r, found.named("rerun"))
+        _of_rerun(r, found)
     reasons = [r for r in reasons if not _is_part(r, reasons)]
     reasons = _of_devices(_without_repeats(_of_one_remedy(_of_thread(_of_worker(reasons)))))
     for r in reasons:
@@ -81,17 +81,27 @@ def _is_part(r: Reason, reasons: list[Reason]) -> bool:
     )
 
 
-def _of_rerun(r: Reason, reruns: list[Fact]) -> None:
+def _of_rerun(r: Reason, found: Collected) -> None:
     """Add what a second run of the iteration showed in which a rank found a result that is not finite."""
     step = r.facts[0].fields.get("step")
-    same = [f for f in reruns if f.fields["step"] == step]
+    same = [f for f in found.named("rerun") if f.fields["step"] == step]
     ranks = {f.number("r") for f in same}
     nan = r.facts[0].name in ("nan_loss", "nan_gradient") and len(r.facts) == 1
+    rank = min((q for q in r.ranks or ranks if q is not None), default=-1)
+    before = found.reran.get((rank, step or ""))
+    if nan and not same and before is not None and len(r.ranks) == 1:
+        host, device, line = before
+        r.after += f"; run again on the same GPU (node {host}, device {device}, line {line:,}), it got the same result"
+        r.advice = RERUN_ELSEWHERE
     if not nan or len(ranks) != 1 or not r.ranks <= ranks:
         return
     last = same[-1].fields
     text, r.advice = RERUNS[last["what"]]
     r.after += f"; {text.format_map(last)}"
+    if last["what"] == "persistent" and before is not None:
+        host, device, line = before
+        r.after += f": node {host}, device {device} (line {line:,})"
+        r.advice = r.advice.replace(OF_EARLIER_LOG, f"device {device} of node {host}")
     r.ranks, r.inferred, r.facts = {int(last["r"])}, True, [*r.facts, *same]
 
 

@@ -136,6 +136,10 @@ class Collected:
     local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)
     closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
     servers: set[str] = field(default_factory=set)  # hosts of the job's store, to which clients lost their connections
+    tests: set[Path] = field(default_factory=set)  # as in `Later`
+    reran: dict[tuple[int, str], tuple[str, str, int]] = field(
+        default_factory=dict
+    )  # Megatron's first rerun: node, device, line
     nodes_wanted: int = 0  # by torchrun's rendezvous, at least
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (name, address) that NCCL uses on a host

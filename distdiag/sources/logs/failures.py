@@ -25,7 +25,11 @@ FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
 _PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a device", "have a device"))
 # what one process meets where another one renamed, made or deleted the same path first
 _RACE = bounded(r"No such file or directory: .{1,300} -> |\bFile exists: |\bDirectory not empty: ")
-_DIRECTORIES = bounded(r"/\S{24,400}/(?=[^\s/])")  # of a long path; its last part says more
+# the middle of a long path: its begin shows whose directory it is, its last part says more
+_DIRECTORIES = bounded(r"(?P<begin>/(?:[^\s/]{1,24}/){0,3})\S{24,400}/(?=[^\s/])")
+_SAYS_NOTHING = bounded(
+    r" Did you run some cuda functions before calling NumCudaDevices\(\) that might have already set an error\?"
+)
 _ADDRESS, _NUMBER = bounded(r"0x[0-9a-f]+"), bounded(r"0x[0-9a-f]+|\d+")
 _OF_PROGRAM = ("crashed", "gradient", "loss")  # causes that all ranks may have at once
 _OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
@@ -226,7 +230,10 @@ def _of_exception(f: Fact, ranks: int) -> str:
 def text_of(f: Fact, meaning: Meaning) -> str:
     """Return what a failure is reported as, after its rank."""
     limit = 160 if f.name == "exception" else 120
-    short = {k: _DIRECTORIES.sub("…/", v) if len(v) > limit else v for k, v in f.fields.items()}
+    short = {
+        k: _DIRECTORIES.sub(r"\g<begin>…/", _SAYS_NOTHING.sub("", v)) if len(v) > limit else v
+        for k, v in f.fields.items()
+    }
     fields = Fields({k: shortened(v, limit) for k, v in short.items()})
     if f.name == "exception":
         fields["what"] = f": {fields['what']}" if fields["what"] else ""

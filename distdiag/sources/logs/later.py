@@ -91,6 +91,9 @@ _SHOWS = re.compile(rb"(?m)^(?:\S{0,80}\$|\S{1,80}#) (?:tail|head|cat|zcat|less|
 _BAR = bounded(
     r"^(?P<what>[A-Za-z][^|%]{2,80}?):? {1,9}\d{1,3}%\|.{0,80}?\| *(?P<n>\d{1,15})/(?P<of>\d{1,15}) \[[\d:]{4,12}<(?P<left>[\d:]{4,12})\b"
 )
+_TESTED = bounded(
+    r"^=* ?\d{1,6} passed(?!.{0,80}\bfailed\b).{0,80} in \d{1,9}(?:\.\d{1,3})?s\b"
+)  # pytest: all failures were wanted
 # the last word of a program; any of its parts may say it, too
 _DONE = bounded(r"(?:^|[\d\]|>-] )(?i:all )?(?i:done|finished|completed?)[.!]{0,3}\s*$")
 
@@ -125,6 +128,7 @@ class Later:
     stepped: set[tuple[Path, int | None, int | None]] = field(default_factory=set)  # those with progress, from the end
     began: bool = False  # there is progress before a failure
     over: dict[Path, tuple[int, str]] = field(default_factory=dict)  # as in `Collected`
+    tests: set[Path] = field(default_factory=set)  # files that end with the summary of pytest
     _head: bytes = b""
     nan: bool = False  # all losses of the file that is read, so far
 
@@ -237,6 +241,8 @@ class Later:
         for scope, regex in _WELL:
             if regex.search(text) is not None:
                 self.well.setdefault((path, scope), number)
+        if _TESTED.search(text) is not None:
+            self.tests.add(path)
         if _DONE.search(text) is not None:
             self.done.setdefault(path, number)
         if who.rank is not None and (m := _TOOK.search(text)) is not None:

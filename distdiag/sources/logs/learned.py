@@ -179,6 +179,9 @@ class Learned:
         for key in [key for key in self._seen if str(key[0]).startswith("ras_")]:
             del self._seen[key]
 
+    def reran(self, of: Of, line: Line) -> None:
+        _put(self.found.reran, (int(of["r"]), of["step"]), (of["host"], of["device"], line.number))
+
     # -- processes and nodes
 
     def torn_down(self, of: Of, line: Line) -> None:

@@ -16,10 +16,12 @@ FULL_HOST = Meaning(
     "was killed: the host itself ran out of memory, not a limit of the job",
     "no limit of the job (--mem, resources.limits.memory) was reached: let the ranks of that host hold less (offload to the CPU, copies of the model while it loads, pinned memory, DataLoader workers, checkpoints in /dev/shm), give it fewer ranks or more memory, or see what else holds memory there",
 )
+OF_EARLIER_LOG = "the GPU that this rank had in the run before, whose log names node and device"
+RERUN_ELSEWHERE = "resume from the checkpoint that Megatron has saved, with that rank on another GPU, as its log asks: another result there shows a fault of this GPU (test it: `dcgmi diag -r 3`); the same one, the program or its data (that rank's batch, learning rate, clipping)"
 # what Megatron found when it ran an iteration again, and what to do
 RERUNS: Mapping[str, tuple[str, str]] = MappingProxyType({
     "transient": ("run again on the same GPU (node {host}, device {device}), it got another result: probably a fault of that GPU", "test that GPU (`dcgmi diag -r 3`), take its node out if it fails or if this comes back, and resume from the last checkpoint: data and program are probably right"),
-    "persistent": ("run again on another GPU (node {host}, device {device}), it got another result: probably a fault of the GPU that it had before", "take out the GPU that this rank had in the run before, whose log names node and device, and test it (`dcgmi diag -r 3`); resume from the last checkpoint"),
+    "persistent": ("run again on another GPU (node {host}, device {device}), it got another result: probably a fault of the GPU that it had before", f"take out {OF_EARLIER_LOG}, and test it (`dcgmi diag -r 3`); resume from the last checkpoint"),
     "Application": ("run again on another GPU (node {host}, device {device}), it got the same result: not a fault of the GPU", "look at that rank's batch and the loss before it, lower the learning rate, clip gradients"),
 })  # fmt: skip
 OF_BATCH = "; a last, smaller batch is the most common reason: drop_last=True, pad it, or exchange the sizes first"

@@ -345,7 +345,7 @@ class Tracebacks:
             name, role = "pipe_lost", Role.VICTIM
         elif _INSIDE.search(innermost) is not None and CONNECTION_LOST.search(text) is not None:
             name, role = ("dist_error" if short.startswith("Dist") else "lost"), Role.VICTIM
-        return self._add(name, role, {"type": short, "what": (m["what"] or "")[:300]}, line)
+        return self._add(name, role, {"type": short, "what": (m["what"] or "")[:600]}, line)
 
 
 def _anonymous(line: Line) -> tuple[object, ...]:

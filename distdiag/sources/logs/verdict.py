@@ -80,8 +80,9 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found.past += past
     later.name_shared_stores(found, reader.later)
     ends = reader.later
-    found.losses, found.took, found.steps, found.began = ends.loss, ends.took, bool(ends.progress), ends.began
-    found.over = ends.over
+    of_job = {key: loss for key, loss in ends.loss.items() if key[0] not in ends.tests}
+    found.losses, found.took, found.steps, found.began = of_job, ends.took, bool(ends.progress), ends.began
+    found.over, found.tests = ends.over, ends.tests
     for f in (f for f in found.facts if f.role is Role.WAIT and f.path not in found.bars):
         found.bars[f.path] = ends.moving(f.path, f.line)
 
@@ -437,8 +438,8 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(
             f"NCCL reports on line {warned[0].line:,}{_of_file(warned[0])}: {shortened(warned[0].fields['what'], 160)}"
         )
-    if found.past:
-        notes.append(_of_the_past(found.past, found.facts, judged))
+    if past := [f for f in found.past if f.path not in found.tests]:
+        notes.append(_of_the_past(past, found.facts, judged))
     for path, last in [] if judged else list(found.well.items())[:1]:
         after = [f"{number:,}" for p, number, _ in found.unknown if p == path and number > last]
         errors = f"; lines that look like errors come after it: {', '.join(after)}" if after else ""

@@ -17,6 +17,7 @@ MESSAGES = (
     message("loss_scale", C, ("loss scale already at minimum", r"(?:Current )?[Ll]oss scale already at minimum"),
        meaning=Meaning("nonfinite", "gradient", "got gradients that overflow fp16, until the loss scale was at its minimum", "look for NaN in the loss and the data, lower the learning rate, or train in bf16")),
     message("throttled", H, ("Slowdown", r"^\s{4,99}(?P<what>HW (?:Thermal |Power Brake )?Slowdown)\s{1,99}: Active\s*$")),
+    message("reran", F, ("First rerun: ", r"\b[Rr]ank (?P<r>\d{1,6}), node (?P<host>[\w.-]{1,253}), device (?P<device>\d{1,4}), iteration #(?P<step>\d{1,18}): First rerun: unexpected result is reproducible\b")),
     message("rerun", H, (", device ", r"\b[Rr]ank (?P<r>\d+), node (?P<host>[\w.-]{1,253}), device (?P<device>\d+), iteration #(?P<step>\d+): .{0,300}?[Pp]ossible (?P<what>transient|persistent|Application) error")),
     message("ecc", C, ("cudaErrorECCUncorrectable", r"cudaErrorECCUncorrectable"),
        ("uncorrectable ECC error", r"CUDA (?:error|failure).{0,20}uncorrectable ECC error"),
