@@ -41,7 +41,6 @@ QUOTED = uncaught(0, OOM).replace("[rank0]: ", "")  # it may be a part of a samp
         "step 3 loss 0.9\n(raylet, ip=10.9.0.8) Raylet received SIGTERM, draining node (spot instance preemption notice).\n"
         "(TrainController pid=8) Started training worker group of size 2:\n" + STEPS,
         raised(1, OOM) + "Training finished. Result(metrics={'loss': 0.5}, error=None)\n",
-        raised(0, OOM, prefix="") + "tests/test_oom.py .... [100%]\n======= 14 passed in 2.31s =======\n",
         timeout(2) + "[rank0]: wrote the sample above\n[rank0]: Training finished in 3 h\n",
         timeout(2) + raised(0, LOST) + "JobId=71 JobState=COMPLETED ExitCode=0:0\n",
         raised(5, "KeyError: 'x'") + "72.batch  python  COMPLETED  0:0\n",
