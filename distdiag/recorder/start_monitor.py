@@ -52,7 +52,8 @@ try:
 except ImportError as e:  # each further start would fail, too
     os.write(lock, b"." * STARTS)
     if "--quiet" not in sys.argv and os.environ.get("DISTDIAG_QUIET") != "1":
-        hint = f"pip install {e.name.partition('.')[0]}" if e.name else "install distdiag again"
+        missing = (e.name or "").partition(".")[0]
+        hint = f"pip install {missing}" if missing else "install its packages again"
         sys.stderr.write(f"distdiag: this job is not recorded: {e}\\nhint: {hint}; the job itself continues\\n")
 """.replace("STARTS", str(STARTS))
 # Variables of the job's Python that the monitor needs, too. Any other may print (PYTHONVERBOSE), slow down, or name a debugger.

@@ -484,7 +484,7 @@ def test_thousands_of_findings_are_printed_worst_first_and_counted(
     main(["diagnose", a_run(tmp_path / "R", *many, worst)])
     out = capsys.readouterr().out
     assert "and 1,201 more findings: --json prints them all" in out and out.count("WARNING") == SHOWN - 1
-    assert "the worst" in out and "1 error, 1300 warnings" in out
+    assert "the worst" in out and "1 error, 1,300 warnings" in out
 
 
 def test_ranks_of_a_killed_job_that_were_at_one_line_share_one(tmp_path: Path) -> None:

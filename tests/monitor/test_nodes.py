@@ -77,7 +77,7 @@ def test_every_time_of_another_node_is_moved() -> None:
 
 def test_every_number_of_seconds_is_a_moment_or_a_known_duration() -> None:
     """A new time field that lacks the type `Seconds` would not be moved between the clocks of nodes."""
-    durations = {"heartbeat_age_s", "longest_delay_s", "gc_s"}
+    durations = {"heartbeat_age_s", "longest_delay_s", "gc_s", "waited_s"}
     for kind in (RankState, Call, Sample, Step, Loader, Model):
         hints = get_type_hints(kind, include_extras=True)
         plain = {name for name, of in hints.items() if name.endswith("_s") and Seconds not in (of, *get_args(of))}
