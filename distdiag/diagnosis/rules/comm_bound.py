@@ -217,19 +217,21 @@ def _finding(
     gradients_ = ddp.share if ddp is not None else 0.0
     share = max(share, gradients_)  # both are lower limits
     part = max(parts, key=lambda x: x.share, default=None)
+    known = False  # something is large, or frequent
     text, do = "", f"{PROBE}; communicate less often, or in larger messages"
     if part is not None and part.share >= max(share / 2, gradients_):
         share = max(share, part.share)
-        text, do = f"; {part.text}", f"{part.advice}; {PROBE}"
+        known, text, do = True, f"; {part.text}", f"{part.advice}; {PROBE}"
     elif ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
         b = ddp.buckets
+        known = b.bytes >= limits.small_bucket_bytes or _passes(s) > 1
         text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
         if 2 * b.largest_bytes >= b.bytes > 0:
             text += f" ({percent(b.largest_bytes / b.bytes)} of the bytes are {b.largest})"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
         do = "; ".join(_advice(ddp, b, on_nccl, _passes(s)))
     busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
-    if busy and not text and not stages(s):  # a rank that waits for a CPU makes all others wait in their collectives
+    if busy and not known and not stages(s):  # a rank that waits for a CPU makes all others wait in their collectives
         return Abstained("the host's cores are all in use: what is lost to communication is not known", checked=True)
     cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
     if ddp is None and stages(s):

@@ -384,3 +384,8 @@ def test_a_full_host_is_not_called_slow_communication() -> None:
     ranks = [rank(q, steps=steps(wait_ms=45.0, seed=q)) for q in range(2)]
     assert only(findings(job(*ranks, host_cpu_pct=40.0), comm_bound))
     assert not findings(job(*ranks, host_cpu_pct=98.0), comm_bound)
+    small = {"bytes": 200 << 10, "largest_bytes": 0}
+    assert found((40.0, 40.0), on_device=False, **small) and not found(
+        (40.0, 40.0), on_device=False, cpu_pct=98.0, **small
+    )
+    assert found((40.0, 40.0), on_device=False, cpu_pct=98.0, bytes=100 * MIB)
