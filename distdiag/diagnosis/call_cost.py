@@ -116,7 +116,7 @@ def _waited_s(calls: Iterable[Call]) -> float:
 
 
 def _counted_as(site: Site, source: Source) -> str:
-    """Return the key of what a call counts for: the line that calls its helper, or with others alike in one function."""
+    """Return what the cost of a call is added to: the line that calls its helper, or, for calls that are alike, their function."""
     line = line_at(site, source)
     alike = next((word for word in (_FULL_TENSOR, _OBJECTS) if word in line), None)
     return f"{site.file} {site.function} {alike}" if alike is not None else (site.caller or site).key

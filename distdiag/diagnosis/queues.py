@@ -28,7 +28,7 @@ class Filled(NamedTuple):
 def filled_by(late: RankState, waiting: Iterable[RankState], source: Source) -> Filled | None:
     """Return who fills the queue that a rank waits for: ranks that are in a function with `NAME.put(…)`; None if it fills it itself."""
     line = syntax.statement_at(late.current_site, source)
-    gets = [x.func.value for x in ast.walk(line or ast.Pass()) if _is_call(x, _GETS)]  # type: ignore[attr-defined]
+    gets = [of for _, of in _calls(line, _GETS)]
     name = syntax.name_of(gets[0]) if len(gets) == 1 else ""
     if not name or next(_puts(name, late.user_stack, source), None) is not None:
         return None
@@ -50,10 +50,13 @@ def _puts(name: str, stack: Sequence[Site], source: Source) -> Iterator[Site]:
     for frame in stack:
         tree = syntax.tree_of(frame.file, source)
         function = syntax.function(tree, frame.line) if tree is not None else None
-        for x in ast.walk(function) if function is not None else ():
-            if _is_call(x, _PUTS) and syntax.name_of(x.func.value) == name:  # type: ignore[attr-defined]
-                yield Site(frame.file, x.lineno, function.name)  # type: ignore[attr-defined]
+        for at, of in _calls(function, _PUTS):
+            if function is not None and syntax.name_of(of) == name:
+                yield Site(frame.file, at, function.name)
 
 
-def _is_call(node: ast.AST, names: set[str]) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in names
+def _calls(node: ast.AST | None, names: set[str]) -> Iterator[tuple[int, ast.expr]]:
+    """Yield (line, object) of each call of a method with one of these names."""
+    for x in ast.walk(node) if node is not None else ():
+        if isinstance(x, ast.Call) and isinstance(x.func, ast.Attribute) and x.func.attr in names:
+            yield x.lineno, x.func.value

@@ -46,7 +46,7 @@ class Server:
     def _run(self, server_class: Any, path: str, level: ctypes.c_int, creator: int) -> None:
         try:
             if get_native_id() == creator:  # it would close all that the script has open
-                raise RuntimeError("no thread of its own")
+                raise RuntimeError("this is the thread that started it: thread functions are patched")
             _own_descriptors()
             with _only_fatal(level):
                 server = server_class(path)

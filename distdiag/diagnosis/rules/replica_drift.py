@@ -94,14 +94,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     teams = {x.name for x in _samples(s, "parameters")} - {""}
     of_teams = [("parameters", team) for team in sorted(teams) or [""]]
     outside, reported = _drift(s, "outside_ddp", sorted(s.ranks), split=False), False
-    for kind_of, team in (
-        *of_teams,
-        ("outside_ddp", ""),
-        ("outside_fsdp", ""),
-        ("untrained", ""),
-        ("state", ""),
-        ("buffers", ""),
-    ):
+    others = [(kind_of, "") for kind_of in ("outside_ddp", "outside_fsdp", "untrained", "state", "buffers")]
+    for kind_of, team in (*of_teams, *others):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
         found = outside if kind_of == "outside_ddp" else _drift(s, kind_of, ranks, bool(team))
         if kind_of == "parameters" and isinstance(found, Finding) and isinstance(outside, Finding):
@@ -148,9 +142,8 @@ def _layers(s: Snapshot) -> Iterator[Finding]:
         ):
             return
         trained = len({at[min(at)].value for at in of.values()}) > 1
-        same = all(
-            len({x.value for x in at.values()}) == 1 for at in of.values()
-        )  # to the last bit: a slow drift is none
+        # to the last bit: what drifts slowly does not stay equal
+        same = all(len({x.value for x in at.values()}) == 1 for at in of.values())
         sort = "own" if apart[0] else "drift" if all(apart[1:]) else "equal" if trained and same else ""
         if sort:
             found[sort].append(name)
@@ -295,7 +288,7 @@ def _logged(s: Snapshot) -> Iterator[Finding]:
 
 _NAMED = {
     "outside_ddp": "parameters outside DDP",
-    "outside_fsdp": "parameters beside FSDP's",
+    "outside_fsdp": "parameters that FSDP does not shard",
     "untrained": "parameters of modules outside DDP",
 }
 
@@ -468,7 +461,7 @@ def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
 
 
 def _left_to_ranks(s: Snapshot) -> bool:
-    """True if parameters beside FSDP's were equal before the first step and at no sampled step since, and no exchange may be theirs.
+    """True if parameters that FSDP does not shard were equal before the first step and at no sampled step since, and no exchange may be theirs.
 
     FSDP gathers and reduce-scatters; experts and stages of the ranks' own need other operations.
     """

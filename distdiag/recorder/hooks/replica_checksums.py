@@ -209,7 +209,7 @@ class ReplicaChecksums:
             self._checksum(SampleKind.UNTRAINED, [p for module in found for p in module.parameters()], step, name=names)
 
     def _outside_fsdp(self, outside: list[Any], step: int) -> None:
-        """Record a checksum of the parameters beside FSDP's; one without a gradient is not trained."""
+        """Record a checksum of the parameters that FSDP does not shard; one without a gradient is not trained."""
         trained = [] if self.ledger.models else [p for p in outside if p.grad is not None]
         if trained:
             self._checksum(SampleKind.OUTSIDE_FSDP, trained, step, name=_shapes(trained))

@@ -346,7 +346,7 @@ def beside_fsdp(
     share: float = 1.0,
     **more: Any,
 ) -> list[Finding]:
-    """Return the findings of ranks whose parameters beside FSDP's had these checksums, by rank and step."""
+    """Return the findings of ranks whose parameters that FSDP does not shard had these checksums, by rank and step."""
 
     def samples(q: int) -> tuple[Sample, ...]:
         scale = (
