@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, line_at
-from distdiag.diagnosis.text.phrases import count, site_text
+from distdiag.diagnosis.text.phrases import site_text
 from distdiag.terms.operations import op_name
-from distdiag.terms.units import percent, size_text
+from distdiag.terms.units import counted, percent, size_text
 
 HISTORY = (
     "if it sends a history (a metric's state, a list that is never cleared): clear that, gather it once, at the end of an epoch "
@@ -61,7 +61,7 @@ class Line:
         if self.grew is not None:
             size, (first, newest) = "", map(size_text, self.grew)
             often += f", whose calls carry ever more, from {first} to {newest}"
-        others = f", with {count(self.others, 'other call')} from there" if self.others else ""
+        others = f", with {counted(self.others, 'other call')} from there" if self.others else ""
         return f"{self.op}{size} at {site_text(self.site)}{often}{again}{others}, takes {percent(self.share)}"
 
     @property

@@ -22,11 +22,11 @@ from distdiag.diagnosis.slow_case import limits as slow
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import at, count, wheres
+from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.training_data import training_loaders
 from distdiag.diagnosis.uneven_exchange import LARGER, uneven
 from distdiag.terms.ranks import fold_ranks
-from distdiag.terms.units import percent, size_text
+from distdiag.terms.units import counted, percent, size_text
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _collections(one: Slow) -> Why | None:
     usual = statistics.median_low(pauses.collecting(s, q)[0] for q in s.ranks if q != rank)
     if not n or share - usual < limits.collecting * cost:
         return None
-    took = f"{count(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
+    took = f"{counted(n, 'full garbage collection')} {'take' if n > 1 else 'takes'} {percent(share)} of its time"
     at_once = "" if s.ranks[rank].gc_off else f"; `gc.disable()`, and {text.TOGETHER}, let them pause together"
     return f": {took}, {percent(usual)} on the others", f"{text.FREEZE}{at_once}"
 

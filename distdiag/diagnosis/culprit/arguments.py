@@ -14,10 +14,10 @@ from distdiag.diagnosis.culprit.conditions import tied
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.model.syntax import line_at
-from distdiag.diagnosis.text.phrases import at, both_sites, count
+from distdiag.diagnosis.text.phrases import at, both_sites
 from distdiag.diagnosis.waits import compatible
 from distdiag.terms.ranks import by_value
-from distdiag.terms.units import size_text
+from distdiag.terms.units import counted, size_text
 
 EARLIER = 2  # minimum of earlier calls at the site
 LAST_BATCH = (
@@ -112,7 +112,7 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
     all_changed = {u.value if u is not None and u.changed else None for u in everywhere} == {found.value}
     value = f"root {found.value}" if argument == "root" else found.value
     if argument == "shape" and isinstance(value, int):
-        value = count(value, "element")
+        value = counted(value, "element")
     times = "twice" if found.times == 2 else f"{found.times:,} times"
     times = f"at least {times}" if case.snapshot.source == "dumps" else times  # not all that a dump holds are read
     text = f"; before, {'all ranks' if all_changed else rank_list(ranks)} called it with {value} ({times})"
@@ -127,7 +127,7 @@ def _object_lists(case: Case) -> Testimony | None:
     if len({s and s.key for s in sites}) > 1 or "broadcast_object_list(" not in line_at(site, case.source):
         return None
     each = (
-        f"{rank_list(side)}: {count(compatible.elements(case.wait.calls[side[0]]) or 0, 'object')}"
+        f"{rank_list(side)}: {counted(compatible.elements(case.wait.calls[side[0]]) or 0, 'object')}"
         for side in case.sides
     )
     return Testimony(

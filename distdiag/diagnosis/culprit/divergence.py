@@ -18,8 +18,9 @@ from distdiag.diagnosis.culprit.callers import equal_start
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.text.phrases import at, count, op_at
+from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible, messages
+from distdiag.terms.units import counted
 
 NEVER = -1  # depth of an event that never happened before
 LEAST = 8  # events by which the contexts of the due event are longer, in all: varying orders agree by chance for a few
@@ -241,7 +242,7 @@ def accuse(case: Case) -> Testimony | None:
     same = made == due
     if same:  # one line, in a wrapper for all calls: the arguments differ
         sizes = (compatible.elements(call) if call is not None else None for call in (first.made, first.due))
-        made, due = (f"{made} of {count(n, 'element')}" if n is not None else made for n in sizes)
+        made, due = (f"{made} of {counted(n, 'element')}" if n is not None else made for n in sizes)
     did = "made an optimizer step" if first.made is None else f"made {made}"
     text = f"; all ranks had kept one order of calls; here {rank_list(side)} {did} where {due} was due"
     if made == due:
@@ -251,7 +252,7 @@ def accuse(case: Case) -> Testimony | None:
     if not first.left_out or first.due is None or case.wait.conflict != "shape":
         return Testimony(ranks=tuple(side), text=text)
     size = compatible.elements(first.due) if same else None
-    who, call = rank_list(side), op_at(first.due) + (f" of {count(size, 'element')}" if size is not None else "")
+    who, call = rank_list(side), op_at(first.due) + (f" of {counted(size, 'element')}" if size is not None else "")
     return Testimony(
         ranks=tuple(side), head=f"{who} left out {call}", text=f"{text}, and has always followed it",
         advice=f"find what led {who} past {call} in this round: a condition, an exception, an early return; the sizes differ only because "

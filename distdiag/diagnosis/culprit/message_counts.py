@@ -11,10 +11,10 @@ from distdiag.diagnosis.culprit.paths import Condition, conditions_between, retu
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot, lines_of
 from distdiag.diagnosis.text.conditions import decision_advice
-from distdiag.diagnosis.text.phrases import at, count, op_at, places_text
+from distdiag.diagnosis.text.phrases import at, op_at, places_text
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
-from distdiag.terms.units import size_text
+from distdiag.terms.units import counted, size_text
 
 RING = 3  # waits of a cycle, so that at least two others show what is usual
 ROUNDS = 8  # with the send, for each without it: then it was due in every round
@@ -255,7 +255,7 @@ def _more(case: Case) -> Testimony | None:
     ((rank, (extra, times, condition)),) = found.items()
     return Testimony(
         ranks=(rank,),
-        head=f"only rank {rank} communicates at {places_text(extra)} ({count(times, 'message')})",
+        head=f"only rank {rank} communicates at {places_text(extra)} ({counted(times, 'message')})",
         conditions=(condition,),
         advice=f"let all ranks run what `{condition.text}`{at(condition.site)} keeps to rank {rank}: each message needs its other end",
     )

@@ -21,10 +21,10 @@ from distdiag.diagnosis.rules.replica_drift import limits as averaged
 from distdiag.diagnosis.rules.straggler import limits as straggling
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import Window, share_of_all
-from distdiag.diagnosis.text.phrases import at, count, wheres
+from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import only_shadow, stages
-from distdiag.terms.units import percent, size_text
+from distdiag.terms.units import counted, percent, size_text
 
 kind = kinds.COMM_BOUND
 BF16_BACKENDS = ("nccl", "xccl")
@@ -188,7 +188,7 @@ def _few(s: Snapshot) -> str:
         return ""
     idle, then = (percent((stages_ - 1) / (m + stages_ - 1)) for m in (n, enough))
     return (
-        f": each stage sends the next one {count(n, 'message')} per step, so a step has {'one micro-batch' if n == 1 else f'at most {n} of them'}, "
+        f": each stage sends the next one {counted(n, 'message')} per step, so a step has {'one micro-batch' if n == 1 else f'at most {n} of them'}, "
         f"with which each of {stages_} stages is idle for {idle} of it; {enough} make that {then}"
     )
 
@@ -225,7 +225,7 @@ def _finding(
     elif ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
         b = ddp.buckets
         known = b.bytes >= limits.small_bucket_bytes or _passes(s) > 1
-        text = f"; DDP's gradients, {size_text(b.bytes)} in {count(b.buckets, 'bucket')}, take {percent(ddp.share)}"
+        text = f"; DDP's gradients, {size_text(b.bytes)} in {counted(b.buckets, 'bucket')}, take {percent(ddp.share)}"
         if 2 * b.largest_bytes >= b.bytes > 0:
             text += f" ({percent(b.largest_bytes / b.bytes)} of the bytes are {b.largest})"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())

@@ -13,10 +13,10 @@ from distdiag.diagnosis.kept import kept
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.step_times import mean_step_s
-from distdiag.diagnosis.text.phrases import at, rough_time, wheres
+from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import model_parallel
-from distdiag.terms.units import size_text
+from distdiag.terms.units import rough_time, size_text
 
 kind = kinds.MEMORY
 MIB = 1 << 20

@@ -16,11 +16,12 @@ from distdiag.diagnosis.model.findings import Abstained, CollectiveRef, Finding,
 from distdiag.diagnosis.model.snapshot import CompletedConflict, Life, Snapshot
 from distdiag.diagnosis.text.conflict import THREADS_ADVICE
 from distdiag.diagnosis.text.incident_finding import incident_findings
-from distdiag.diagnosis.text.phrases import at, count, wheres
+from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.compatible import elements, op_name
 from distdiag.diagnosis.waits.wait import last_wait
 from distdiag.terms.ranks import by_value
+from distdiag.terms.units import counted
 
 kind = kinds.MISMATCH
 limits = None  # calls differ or they do not; `culprit.verdict.SETTLED_S`: how long the vote waits for ranks
@@ -120,7 +121,7 @@ def _own_splits(s: Snapshot, cascade: Cascade) -> Finding:
 def _model(s: Snapshot, cascade: Cascade) -> Finding:
     sides, odd = by_value(model_shapes(s)).values(), cascade.ranks
     models = {q: s.ranks[q].models[-1] for side in sides for q in side}
-    sizes = {q: f"{count(m.parameters, 'parameter')} of {count(m.elements, 'element')}" for q, m in models.items()}
+    sizes = {q: f"{counted(m.parameters, 'parameter')} of {counted(m.elements, 'element')}" for q, m in models.items()}
     each = "; ".join(f"{rank_list(side)}: {sizes[side[0]]}" for side in sides)
     sites = {q: m.site for q, m in models.items()}
     return MODEL(

@@ -27,10 +27,11 @@ from distdiag.diagnosis.text.drift import (
     UNFROZEN,
     WAYS,
 )
-from distdiag.diagnosis.text.phrases import at, count, wheres
+from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
 from distdiag.terms.ranks import by_value, unfold_ranks
+from distdiag.terms.units import counted
 
 kind = kinds.REPLICA_DRIFT
 SHARDED = 1 << 32  # bit of a learning rate's key
@@ -607,7 +608,7 @@ def _not_through_ddp(s: Snapshot) -> str:
     per_rank = [[(m.name, m.elements, m.site) for m in r.models if not m.synced_backwards] for r in s.ranks.values()]
     if not per_rank[0] or any(len(models) != len(per_rank[0]) for models in per_rank):
         return ""
-    shown = [f"{name or 'module'} of {count(n, 'element')}, wrapped{at(site)}" for name, n, site in per_rank[0][:3]]
+    shown = [f"{name or 'module'} of {counted(n, 'element')}, wrapped{at(site)}" for name, n, site in per_rank[0][:3]]
     return f"; DDP has averaged no backward pass of {'; '.join(shown)}"
 
 

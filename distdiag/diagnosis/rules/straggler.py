@@ -27,8 +27,9 @@ from distdiag.diagnosis.slow_case import VETOES, Case, at_lock, busy, case_of, l
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import at, count, where, where_stack, wheres
+from distdiag.diagnosis.text.phrases import at, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
+from distdiag.terms.units import counted
 
 kind = kinds.STRAGGLER
 JUDGED_BY_ARRIVAL = (
@@ -106,7 +107,7 @@ def _in_turn(facts: Facts) -> Iterator[Finding]:
     sure = gc or (lasting and not busy(s))
     if not sure and one_line is None:
         return
-    each = (f"{rank_list([q])} {count(of[q].times, 'time')} for {of[q].ms / 1e3:.1f} s" for q in [*of][:4])
+    each = (f"{rank_list([q])} {counted(of[q].times, 'time')} for {of[q].ms / 1e3:.1f} s" for q in [*of][:4])
     seconds = sum(s.ranks[q].gc_s for q in of) / len(of)
     yield text.IN_TURN(
         cause="gc" if gc else None, victims=sorted(s.ranks), step=s.ranks[max(of, key=lambda q: of[q].ms)].step,

@@ -10,10 +10,11 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.incident import group_text, implicit_text, number_text, verb
-from distdiag.diagnosis.text.phrases import at, both_sites, count
+from distdiag.diagnosis.text.phrases import at, both_sites
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
+from distdiag.terms.units import counted
 
 SHOWN_RANKS = 4
 THREADS_ADVICE = (
@@ -163,7 +164,7 @@ def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str
         "op": op,
         "root": f"{op} with root {call.root}",
         "dtype": f"{op} of {dtype}",
-        "shape": f"{op} of {count(n, 'element')}" if n is not None else op,
+        "shape": f"{op} of {counted(n, 'element')}" if n is not None else op,
     }[cause]
     if call.other_thread:
         return f"{what}{at(call.site)}, in another thread"

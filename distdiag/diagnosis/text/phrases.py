@@ -8,10 +8,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Where
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot, lines_of
 from distdiag.terms.operations import op_name
 from distdiag.terms.sites import line_text
-from distdiag.terms.units import counted
-from distdiag.terms.units import rough_time as rough_time
 
-count = counted  # the short name, as messages use it often
 NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
 NO_PROGRESS_SINCE = "the job made no progress from then on"  # after the end, of a job that had made some
 NO_PROGRESS_MADE = "the job made no progress until it ended"  # the same, after the end

@@ -9,13 +9,14 @@ import msgspec
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at, count, shortened
+from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs.build import fewer, finding, ranks_of, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import WAITED, first_site
 from distdiag.sources.logs.meanings import OF_BATCH
 from distdiag.sources.logs.waiting import op_name
 from distdiag.terms.ranks import fold_ranks
+from distdiag.terms.units import counted
 from distdiag.terms.untrusted import bounded, is_rank, numbers
 
 MANY_PARAMETERS = 1_000_000  # no model has so many tensors: such a count is another collective's data
@@ -270,7 +271,7 @@ def _unused(found: Collected, named: list[Fact], indexed: list[Fact]) -> Finding
         what = f"different parameters got no gradient on each of {rank_list(ranks)}; on rank {ranks[0]}: {shown}"
     else:
         least = "at least " if named and len(named[0].fields["names"]) > LONG_NAMES else ""  # the line is cut
-        total = count(len(names) or len(indices), "parameter")
+        total = counted(len(names) or len(indices), "parameter")
         what = f"{least}{total} got no gradient in the step before, on {rank_list(ranks)}: {shown}"
     site = first_site([f for f in found.named("exception") if "finished reduction" in f.text])
     how = "" if names else "; TORCH_DISTRIBUTED_DEBUG=DETAIL prints their names"

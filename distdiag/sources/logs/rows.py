@@ -14,11 +14,12 @@ from distdiag.diagnosis.consequences import OTHER_ENDED
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, rough_time, shortened
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, shortened
 from distdiag.sources.logs import blamed, meanings
 from distdiag.sources.logs.build import ENDED, Fields, finding, job_ranks, last_words, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import HERE, first_site
+from distdiag.terms.units import rough_time
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 _ANY = ("0.0.0.0", "::")

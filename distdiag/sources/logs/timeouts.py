@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at, count, rough_time, shortened
+from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of
 from distdiag.sources.logs.facts import Collected
@@ -17,6 +17,7 @@ from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.waiting import Group, Waits, gathers, groups_of, label
 from distdiag.terms import operations
 from distdiag.terms.ranks import by_value
+from distdiag.terms.units import counted, rough_time
 from distdiag.terms.untrusted import bounded
 
 SHORT_S = 10.0  # a timeout below that is no usual one
@@ -326,7 +327,7 @@ def _elsewhere(by_group: Mapping[Group, Waits]) -> Finding:
         if w.issued and w.completed is not None and w.issued > w.completed
     }
     if open_ops and not set(first) & waits.keys():
-        texts = [f"rank {r} has {count(n, 'operation')} in flight" for r, n in sorted(open_ops.items())[:3]]
+        texts = [f"rank {r} has {counted(n, 'operation')} in flight" for r, n in sorted(open_ops.items())[:3]]
         message = (
             f"{rank_list(first)} reported a timeout, in a log that is not here; {rank_list(waits)} {verb(waits, 'was', 'were')} only "
             f"asked to dump ({shown}: {', '.join(texts)}, not timed out)"

@@ -14,7 +14,7 @@ import msgspec
 
 from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
-from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, NO_PROGRESS_SINCE, at, count, rough_time, shortened
+from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, NO_PROGRESS_SINCE, at, shortened
 from distdiag.errors import DistdiagError
 from distdiag.sources.logs import events, exits, failures, hosts, later, reports, rows, slow, timeouts
 from distdiag.sources.logs.build import ENDED, finding, some
@@ -28,6 +28,7 @@ from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import MEANINGS, MESSAGES
 from distdiag.sources.logs.writers import Writer, time_of
 from distdiag.terms.signals import signal_name
+from distdiag.terms.units import counted, rough_time
 from distdiag.terms.untrusted import MAX_RANKS
 
 MAX_FINDINGS = 6
@@ -146,7 +147,7 @@ def _cost(f: Finding, found: Collected) -> Finding:
 
 def _unjudged(found: Collected) -> str:
     lasted = "ended the job" if any(f.back is None for f in found.past) else "lasted"
-    return f"{NO_ERROR}{lasted if found.past else 'distdiag knows'} in {count(len(found.files), 'log')}"
+    return f"{NO_ERROR}{lasted if found.past else 'distdiag knows'} in {counted(len(found.files), 'log')}"
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:
@@ -389,7 +390,7 @@ def _of_the_past(past: list[Fact], facts: list[Fact], failed: bool) -> str:
         return f"{_in_short(e)}; the job {'began later' if e.early else went_on + ' after that'}"
     if e.role in (Role.EXIT, Role.STOP) or e.uncaught:
         return f"{_in_short(e)}; the job {went_on} without it, or was started again"
-    return f"{_in_short(e)}, and the job {went_on}: it was probably caught, retried or quoted ({count(len(past), 'such line')})"
+    return f"{_in_short(e)}, and the job {went_on}: it was probably caught, retried or quoted ({counted(len(past), 'such line')})"
 
 
 def _in_short(f: Fact) -> str:
@@ -453,7 +454,7 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         how = f": {'; '.join(map(_in_short, found.before[-2:]))}" if found.before else ""
         ended = "ended" if any(f.role is Role.STOP for f in found.before) else "failed"
         notes.append(
-            f"judged: the last run in the log; {count(found.left_out, 'run')} before it (restarted, or appended) {ended}, too{how}"
+            f"judged: the last run in the log; {counted(found.left_out, 'run')} before it (restarted, or appended) {ended}, too{how}"
         )
     if not found.recorded:
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"
