@@ -51,7 +51,7 @@ def test_batches_of_a_sharded_model_are_compared(sampler: str, found: list[str],
     run = tmp_path / "R"
     with launch(["-m", "distdiag.run", "--run-dir", run, script], nproc=2, cwd=tmp_path, fork_ranks=True) as job:
         assert job.wait(120) == 0
-    closed(run)
+        closed(run)  # the end of the job kills its monitor
     findings = (json.loads(text) for (text,) in rows(run, "SELECT json FROM finding"))
     assert [f["kind"] for f in findings if f["severity"] != "info" and f["kind"] == "duplicate_data"] == found
     (checks,) = (json.loads(text) for (text,) in rows(run, "SELECT value FROM meta WHERE key = 'checks'"))
