@@ -17,7 +17,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import Gradients, gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Buckets, Site, Snapshot
-from distdiag.diagnosis.rules.replica_drift import limits as averaged
+from distdiag.diagnosis.replicas import limits as averaged
 from distdiag.diagnosis.rules.straggler import limits as straggling
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import Window, share_of_all

@@ -17,7 +17,7 @@ from distdiag.diagnosis.comparison import by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot
-from distdiag.diagnosis.rules.replica_drift import limits as averaged
+from distdiag.diagnosis.replicas import limits as averaged
 from distdiag.diagnosis.text.phrases import wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import NOT_ONE_MODEL

@@ -3,81 +3,44 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis import kinds
+from distdiag.diagnosis import kinds, split_models
 from distdiag.diagnosis.comparison import Veto, by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.replicas import (
+    averaged_by_ddp,
+    averaging_site,
+    comparable,
+    differ,
+    each_text,
+    limits,
+    sampled,
+    samples_of,
+    spread,
+    values_of,
+)
 from distdiag.diagnosis.text.drift import (
     DRIFT,
-    LAYERS,
     LEFT_IN_EVAL,
     LOGGED,
     MODES,
     OVERWRITTEN,
-    RATES,
-    SPLIT_LAYERS,
     UNFROZEN,
     WAYS,
 )
 from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
-from distdiag.terms.ranks import by_value, unfold_ranks
+from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.units import counted
 
 kind = kinds.REPLICA_DRIFT
-SHARDED = 1 << 32  # bit of a learning rate's key
-
-
-@dataclass(frozen=True)
-class Limits:
-    relative: float = 1e-5
-    """Relative difference of parameter checksums; float32 sums in another order differ by less."""
-    buffers_relative: float = 0.3
-    """The same for buffers: statistics of different batches normally differ by some per cent."""
-    samples: int = 2
-    """Steps that all ranks must have sampled, and how many of the newest in a row must differ."""
-    constant: float = 0.9
-    """Replicas whose first distance is at least this share of the newest do not move apart: a growing distance grows at least
-    like the square root of the steps."""
-    gradients: float = 1e-3
-    """The same for the magnitudes of averaged gradients, which are summed in one order on all ranks."""
-    no_exchange: tuple[str, ...] = (
-        "init_process_group", "new_group", "barrier", "monitored_barrier", "broadcast", "gather", "scatter"
-    )  # fmt: skip
-    """Operations that do not average: jobs without any averaging use them, too."""
-    of_fsdp: tuple[str, ...] = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    """The same of what FSDP calls by itself; all_gather of objects is made of others."""
-    metrics: float = 0.01
-    """Up to this share of the parameters, reduced elements are metrics, not gradients."""
-    metrics_bytes: int = 1024
-    """The same for one call, in bytes."""
-    modes: int = 3
-    """Newest sampled steps in which the modes of the layers must have differed: a rank may be back in `train()` a step later."""
-    logged_equal: int = 8
-    """Different values of a logged name that must have been equal on all ranks: a local one is not."""
-    logged: int = 4
-    """Steps since which all its values must differ."""
-    certain_step: int = 32
-    """Up to this step the cause is only suspected: too few samples to distinguish rates, gradients and initial values."""
-    averaged: float = 0.9
-    """Share of the steps with averaged gradients from which on a model counts as averaged."""
-    almost: float = 0.9
-    """From this share of the reduced elements on the rest is more likely forgotten than each rank's own."""
-    reduced: tuple[float, float] = (0.999, 1.05)
-    """All gradients are averaged if the elements reduced per parameter are in this range. Fewer: some parameters belong to one
-    rank by design (experts, personal layers), or are averaged now and then. More: activations of a split model are reduced."""
-
-
-limits = Limits()
 
 
 _VETOES = (
@@ -92,7 +55,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if (found := vetoed(_VETOES, s) or _unfrozen(s)) is not None:
         yield found
         return
-    teams = {x.name for x in _samples(s, "parameters")} - {""}
+    teams = {x.name for x in sampled(s, "parameters")} - {""}
     of_teams = [("parameters", team) for team in sorted(teams) or [""]]
     outside, reported = _drift(s, "outside_ddp", sorted(s.ranks), split=False), False
     others = [(kind_of, "") for kind_of in ("outside_ddp", "outside_fsdp", "untrained", "state", "buffers")]
@@ -107,13 +70,13 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             if reported:  # the first is the cause, or is enough
                 continue
             reported = True
-        elif kind_of != "parameters" and not any(_samples(s, kind_of)):
+        elif kind_of != "parameters" and not any(sampled(s, kind_of)):
             continue
         yield found
     if reported:
         return
-    yield from _layers(s)
-    yield from _rates(s)
+    yield from split_models.layers(s)
+    yield from split_models.rates(s)
     yield from _modes(s)
     yield from _logged(s)
 
@@ -126,121 +89,9 @@ def _first(cause: Finding, effect: Finding) -> Finding:
     return msgspec.structs.replace(cause, message=message, severity=effect.severity, cost=effect.cost)
 
 
-def _layers(s: Snapshot) -> Iterator[Finding]:
-    """Yield the classes of layers that were equal on all ranks before the first step and drift, while others stay equal.
-
-    Only where the layers of a third class were each rank's own from the start: so equal ones were made equal on purpose. Nothing is known
-    of a rank's own layers that all begin with one constant, unless their class has other parameters.
-    """
-    found: dict[str, list[str]] = {"equal": [], "drift": [], "own": []}
-    for name in dict.fromkeys(x.name for x in _samples(s, "layers")):
-        of = by_step({q: {x.step: x for x in _samples_of(r, "layers") if x.name == name} for q, r in s.ranks.items()})
-        apart = [_differ([x.value for x in at.values()], limits.relative) for at in of.values()]
-        if (
-            0 not in of
-            or len(apart) <= limits.samples
-            or any(len({x.key for x in at.values()}) > 1 for at in of.values())
-        ):
-            return
-        trained = len({at[min(at)].value for at in of.values()}) > 1
-        # to the last bit: what drifts slowly does not stay equal
-        same = all(len({x.value for x in at.values()}) == 1 for at in of.values())
-        sort = "own" if apart[0] else "drift" if all(apart[1:]) else "equal" if trained and same else ""
-        if sort:
-            found[sort].append(name)
-    if not (found["drift"] and found["own"]):
-        return
-    common: dict[str, Any] = {
-        "victims": sorted(s.ranks), "names": tuple(found["drift"]), "step": min(x.step for x in _samples(s, "layers") if x.step),
-        "drift": ", ".join(found["drift"]),
-    }  # fmt: skip
-    if found["equal"]:
-        where = wheres(s, sorted(s.ranks), None, {q: _site(r, True) for q, r in s.ranks.items()})
-        yield LAYERS(**common, where=where, equal=", ".join(found["equal"]))
-    elif (sets := _peers(s, found["drift"])) and (across := _across(s, sets)):
-        shown = " and ".join(map(rank_list, sets[:3])) + (", …" if len(sets) > 3 else "")
-        yield SPLIT_LAYERS(**common, where=(), sets=shown, own=", ".join(found["own"]), group=rank_list(across))
-
-
-def _peers(s: Snapshot, drift: list[str]) -> list[tuple[int, ...]]:
-    """Return the sets of ranks that stay equal to the last bit in all classes, as data parallel ranks of a split model do.
-
-    Nothing if a rank has no peer, its shards are FSDP's, or all classes of `drift` begin with one constant, which says nothing.
-    """
-    layers = {q: tuple((x.name, x.step, x.value) for x in _samples_of(r, "layers")) for q, r in s.ranks.items()}
-    sets = list(by_value(layers).values())
-    varied = any(x.name in drift and not x.key >> 32 for x in _samples(s, "layers"))
-    sharded = any(x.key & SHARDED for x in _samples(s, "learning_rate"))
-    return (
-        [tuple(x) for x in sets]
-        if len({len(x) for x in sets} - {1}) == 1 and all(len(x) > 1 for x in sets) and varied and not sharded
-        else []
-    )
-
-
-def _across(s: Snapshot, sets: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the first group with a rank of each set that reduces tensors in each step, if every rank is in one; no stages of a pipeline."""
-    crossing = {
-        name: g.ranks
-        for name, g in s.groups.items()
-        if len(g.ranks) < s.world_size and all({*g.ranks} & {*x} for x in sets)
-    }
-    found = {
-        q: c.group
-        for q, r in s.ranks.items() for c in r.calls
-        if c.group in crossing and c.op.startswith(("all_reduce", "reduce_scatter")) and (c.bytes or 0) > limits.metrics_bytes
-        and r.enqueued.get(c.group, 0) >= r.step and not r.p2p_issued
-    }  # fmt: skip
-    return tuple(crossing[found[min(found)]]) if len(sets) > 1 and len(found) == s.world_size else ()
-
-
-def _rates(s: Snapshot) -> Iterator[Finding]:
-    """Yield that learning rates differ between ranks of which each steps a part of one model: FSDP's shards, or ZeRO's parameters."""
-    rates = by_step({q: {x.step: x for x in _samples_of(r, "learning_rate")} for q, r in s.ranks.items()})
-    equal = [k for k, of in rates.items() if not _differ([x.value for x in of.values()], limits.relative)]
-    since = [k for k in rates if not equal or k > equal[-1]]
-    if len(since) < limits.modes or len({x.key >> 32 for x in rates[since[-1]].values()}) > 1:
-        return
-    sharded = bool(rates[since[-1]][min(s.ranks)].key & SHARDED)
-    if not (synchronous(s) and not any(r.models for r in s.ranks.values()) if sharded else _zero(s, since)):
-        return
-    values = {q: x.value for q, x in rates[since[-1]].items()}
-    kept = [q for q in sorted(s.ranks) if len({of[q].value for of in rates.values()}) == 1]
-    odd = tuple(kept) if 0 < len(kept) < len(values) else minority(values)
-    yield RATES(
-        culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], step=since[0], where=(), each=_rates_text(values), newest=since[-1],
-        kept=f"; that of {rank_list(odd)} has not changed since step {min(rates)}" if odd and odd == tuple(kept) else "",
-        how="the parameters are sharded" if sharded else "the replicas stay equal, as ranks send what they have stepped to the others (ZeRO)",
-        proved=sharded and since[-1] >= limits.certain_step,
-    )  # fmt: skip
-
-
-def _zero(s: Snapshot, steps: list[int]) -> bool:
-    """True if DDP averages each step and the replicas are equal at the newest of these steps, and ranks send tensors to the others."""
-    sums = by_step({q: {x.step: x for x in _samples_of(r, "parameters")} for q, r in s.ranks.items()})
-    newest = [[*sums[k].values()] for k in steps[-limits.modes :] if k in sums]
-    same = [_comparable([x.key for x in of]) and not _differ([x.value for x in of], limits.relative) for of in newest]
-    whole = all(s.whole(m.group) for r in s.ranks.values() for m in r.models)
-    return (
-        len(same) == limits.modes
-        and all(same)
-        and whole
-        and _by_ddp(s) == "each_step"
-        and all(map(_sends, s.ranks.values()))
-    )
-
-
-def _sends(r: RankState) -> bool:
-    """True if a rank has sent tensors to the others, or got theirs, since its oldest step that is known."""
-    calls = (c for c in r.calls if c.op.startswith(("broadcast", "all_gather", "allgather")))
-    return any(
-        (c.bytes or 0) > limits.metrics_bytes and (c.entered_s or 0.0) >= r.steps[0].end_s for c in calls if r.steps
-    )
-
-
 def _modes(s: Snapshot) -> Iterator[Finding]:
     """Yield the ranks that train with more of their dropout and batch-norm layers in eval mode than the others."""
-    samples = by_step({q: _values(r, "eval_mode") for q, r in s.ranks.items()})
+    samples = by_step({q: values_of(r, "eval_mode") for q, r in s.ranks.items()})
     apart = [k for k, values in samples.items() if len(set(values.values())) > 1]
     if len(apart) < limits.modes or apart[-limits.modes :] != [*samples][-limits.modes :]:
         yield from _left_in_eval(s)
@@ -259,7 +110,7 @@ def _left_in_eval(s: Snapshot) -> Iterator[Finding]:
     """Yield that all ranks train with all these layers in eval mode, after steps in which none was."""
     since = []
     for r in s.ranks.values():
-        samples = _samples_of(r, "eval_mode")
+        samples = samples_of(r, "eval_mode")
         trained = max((i for i, x in enumerate(samples) if not x.value), default=-1)
         left = samples[trained + 1 :]
         if trained < 0 or len(left) < limits.modes or any(x.value < x.key for x in left):
@@ -283,7 +134,7 @@ def _logged(s: Snapshot) -> Iterator[Finding]:
         odd = minority(values)
         yield LOGGED(
             culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], names=(name,), step=since[0],
-            where=wheres(s, odd or sorted(s.ranks)), site=None, name=name, n=len(equal), each=_rates_text(values),
+            where=wheres(s, odd or sorted(s.ranks)), site=None, name=name, n=len(equal), each=each_text(values),
         )  # fmt: skip
 
 
@@ -305,14 +156,14 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     models = dict.fromkeys(m.name for r in s.ranks.values() for m in r.models if m.name)
     named = _NAMED.get(kind_of, kind_of)
     named += f" of {', '.join(models)}" if kind_of == "parameters" and models else ""
-    samples = by_step({q: {x.step: x for x in _samples_of(s.ranks[q], kind_of)} for q in ranks})
+    samples = by_step({q: {x.step: x for x in samples_of(s.ranks[q], kind_of)} for q in ranks})
     sums = {k: {q: x.value for q, x in of.items()} for k, of in samples.items()}
-    common = [k for k, of in samples.items() if _comparable([x.key for x in of.values()])]
+    common = [k for k, of in samples.items() if comparable([x.key for x in of.values()])]
     if len(common) < limits.samples:
         return abstained(f"{len(common)} of {limits.samples} checksums of {named} at the same steps")
 
     def differing(relative: float) -> list[int]:
-        return [k for k in common if _differ([*sums[k].values()], relative)]
+        return [k for k in common if differ([*sums[k].values()], relative)]
 
     steps = differing(limits.buffers_relative) if is_buffers else []
     mild = is_buffers and not steps  # statistics of different batches differ a little from the first step on
@@ -326,16 +177,16 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     if cause is None or (mild and not began_equal):
         return abstained(f"{named} differ, as the structure of the model allows", checked=True)
     if cause == "overwritten":
-        name = next(reversed(_samples(s, kind_of))).name
+        name = next(reversed(sampled(s, kind_of))).name
         return OVERWRITTEN(victims=ranks, names=(name,), step=steps[0], name=name)
-    distances = [_spread(sums[k]) for k in steps]
+    distances = [spread(sums[k]) for k in steps]
     if (
         cause == "different_init"
         and not began_equal
         and (min(distances) < limits.constant * max(distances) if common[0] else steps[0])
     ):
         cause = "unequal"
-    if cause == "gradients_not_synced" and _by_ddp(s) == "each_step" and not steps[0]:
+    if cause == "gradients_not_synced" and averaged_by_ddp(s) == "each_step" and not steps[0]:
         cause = "different_init"  # before the first step: weights were loaded after DDP had made the replicas equal
     local = cause in ("unequal", "gradients_not_synced") and _local_gradients(s, steps)
     equal = 0 if cause == "outside_fsdp" else max((k for k in common if k < steps[0]), default=None)
@@ -344,51 +195,20 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
 
 def _local_gradients(s: Snapshot, drifting: list[int]) -> bool:
     """True if the gradients with which the optimizers step differ between ranks: what was averaged does not reach them."""
-    sums = by_step({q: _values(r, "gradients") for q, r in s.ranks.items()})
+    sums = by_step({q: values_of(r, "gradients") for q, r in s.ranks.items()})
     newest = [sums[k] for k in drifting if k in sums][-2 * limits.samples :]  # local ones may be close now and then
-    return sum(_spread(of) > limits.gradients * max(of.values()) for of in newest) >= limits.samples
-
-
-def _spread(values: Mapping[int, float]) -> float:
-    return max(values.values()) - min(values.values())
-
-
-def _samples(s: Snapshot, kind: str) -> list[Sample]:
-    return [x for r in s.ranks.values() for x in _samples_of(r, kind)]
-
-
-def _samples_of(r: RankState, kind: str) -> list[Sample]:
-    return [x for x in r.samples if x.kind == kind]
-
-
-def _values(r: RankState, kind: str) -> dict[int, float]:
-    return {x.step: x.value for x in _samples_of(r, kind)}
-
-
-def _comparable(keys: list[int]) -> bool:
-    """True if checksums are of the same elements, averaged in the same group (`SampleRecord.key`), at the same point of the job.
-
-    Ranks that trained separately before have different step counts when they enter a shared model. A rank that skips an
-    occasional step is only a few steps behind.
-    """
-    synced = [k >> 32 for k in keys]
-    return len({k & 0xFFFFFFFF for k in keys}) == 1 and max(synced) - min(synced) <= 2 + min(max(synced) // 20, 14)
-
-
-def _differ(values: list[float], relative: float) -> bool:
-    scale = max(abs(v) for v in values) + 1e-3
-    return (max(values) - min(values)) / scale > relative or any(v != v for v in values) != all(v != v for v in values)
+    return sum(spread(of) > limits.gradients * max(of.values()) for of in newest) >= limits.samples
 
 
 def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     """Return why replicas differ; None if they may differ by design."""
     models = [m for r in s.ranks.values() for m in r.models]
     over_all = [m for m in models if s.whole(m.group)]
-    if kind == "state" and all(len({x.value for x in _samples_of(r, kind)}) < limits.samples for r in s.ranks.values()):
+    if kind == "state" and all(len({x.value for x in samples_of(r, kind)}) < limits.samples for r in s.ranks.values()):
         return None  # a constant of each rank
     if kind in ("state", "buffers"):
         sent = {m.broadcast_buffers for m in over_all} if synchronous(s) else set()
-        if sent == {True} and kind == "state" and _by_ddp(s) == "each_step" and not any(_modes(s)):
+        if sent == {True} and kind == "state" and averaged_by_ddp(s) == "each_step" and not any(_modes(s)):
             return "overwritten"
         return kind if sent == {False} else None
     if kind == "untrained":
@@ -402,11 +222,11 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     if over_all and len(over_all) >= s.world_size:
         # Parameters that are averaged now and then, not their gradients at each step, differ between those times (local
         # SGD). Otherwise: no backward is synchronised, or the parameters that are stepped are not those that DDP wraps.
-        averaged = max((x.value for x in _samples(s, "averaged")), default=0.0)
+        averaged = max((x.value for x in sampled(s, "averaged")), default=0.0)
         return "gradients_not_synced" if averaged < limits.averaged else None
     if models:
         return None
-    reduced = [_values(r, "reduced") for r in s.ranks.values()]
+    reduced = [values_of(r, "reduced") for r in s.ranks.values()]
     shares = [of[k] for of in reduced for k in drifting if k in of]
     least, most = limits.reduced
     if _never_averaged(s, shares):
@@ -429,10 +249,10 @@ def _not_written_back(s: Snapshot, drifting: list[int]) -> bool:
 
     Averages that arrive after the next step are applied later.
     """
-    sums = by_step({q: _values(r, "not_written_back") for q, r in s.ranks.items()})
-    apart = [_differ([*of.values()], limits.relative) for of in sums.values()]
-    changed = any(x.key >> 32 for x in _samples(s, "not_written_back"))
-    equal_first = drifting[0] > 0 and not changed and all(0 in _values(r, "parameters") for r in s.ranks.values())
+    sums = by_step({q: values_of(r, "not_written_back") for q, r in s.ranks.items()})
+    apart = [differ([*of.values()], limits.relative) for of in sums.values()]
+    changed = any(x.key >> 32 for x in sampled(s, "not_written_back"))
+    equal_first = drifting[0] > 0 and not changed and all(0 in values_of(r, "parameters") for r in s.ranks.values())
     return len(apart) >= limits.samples and all(apart) and equal_first and not any(map(_late, s.ranks.values()))
 
 
@@ -456,7 +276,7 @@ def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
     loaders = training_loaders(s)
     if not loaders or not all(x.distributed_sampler for x in loaders.values()):
         return False
-    if any(share > limits.metrics for share in (*shares, *(x.value for x in _samples(s, "averaged")))):
+    if any(share > limits.metrics for share in (*shares, *(x.value for x in sampled(s, "averaged")))):
         return False
     return not _exchange_tensors(s) and all(x.iterations_started > 1 for x in loaders.values())
 
@@ -466,7 +286,7 @@ def _left_to_ranks(s: Snapshot) -> bool:
 
     FSDP gathers and reduce-scatters; experts and stages of the ranks' own need other operations.
     """
-    common = by_step({q: _values(r, "outside_fsdp") for q, r in s.ranks.items()})
+    common = by_step({q: values_of(r, "outside_fsdp") for q, r in s.ranks.items()})
     calls = (c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, *limits.of_fsdp))
     exchanged = any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
     own = exchanged or any(r.p2p_issued or r.models for r in s.ranks.values())
@@ -480,24 +300,9 @@ def _exchange_tensors(s: Snapshot) -> bool:
     return any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
 
 
-_BY_DDP: dict[
-    str, Callable[[Model, int], bool]
-] = {  # of a model and its rank's steps; with accumulation not in each backward
-    "each_step": lambda m, steps: m.synced_backwards >= limits.averaged * min(m.forwards, max(steps, 1)) > 0,
-    "some_steps": lambda m, steps: 0 < m.synced_backwards < limits.averaged * min(m.forwards, steps),
-    "never_synced": lambda m, steps: not m.synced_backwards and 2 * m.forwards > steps,
-}
-
-
-def _by_ddp(s: Snapshot) -> str:
-    """Return how often DDP averages the gradients of every model of all ranks; nothing if they differ, or there is no DDP."""
-    models = [[(m, r.step) for m in r.models] for r in s.ranks.values()]
-    return next((how for how, of in _BY_DDP.items() if all(x and all(of(*m) for m in x) for x in models)), "")
-
-
 def _apart_in(s: Snapshot, kind: str, drifting: list[int]) -> dict[int, float]:
     """Return each rank's learning rate, or another sample, at the newest step (up to the newest that drifts) at which they differed; or nothing."""
-    values = by_step({q: _values(r, kind) for q, r in s.ranks.items()})
+    values = by_step({q: values_of(r, kind) for q, r in s.ranks.items()})
     apart = [of for k, of in values.items() if k <= drifting[-1] and len(set(of.values())) > 1]
     return apart[-1] if apart else {}
 
@@ -520,7 +325,7 @@ def _finding(
 ) -> Finding:
     """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`, after they were equal at a step."""
     models = [m for r in s.ranks.values() for m in r.models]
-    averaged = cause == "different_init" or (_by_ddp(s) == "each_step" and cause == "gradients_not_synced")
+    averaged = cause == "different_init" or (averaged_by_ddp(s) == "each_step" and cause == "gradients_not_synced")
     lost = _hooks_lost(s, steps[0]) if averaged else None
     counted = _apart_in(s, "optimizer_steps", steps) if averaged and not lost else {}
     rates = _apart_in(s, "learning_rate", steps) if averaged and not lost and not counted else {}
@@ -541,7 +346,7 @@ def _finding(
     by_hand = cause in _BY_HAND and not models
     unawaited = _not_waited_for(s) if way in ("unequal", "local") or by_hand else None
     way = "not_waited" if unawaited is not None else way
-    newest = lost or next(reversed(_samples(s, "reduced" if way == "some_reduced" else cause)), None)
+    newest = lost or next(reversed(sampled(s, "reduced" if way == "some_reduced" else cause)), None)
     words = WAYS[way]
     what = filled(
         words.what, passes=min((m.synced_backwards for m in models), default=0),
@@ -549,7 +354,7 @@ def _finding(
         hooks=lost and ("its parameters" if lost.value == lost.key else f"{lost.value:.0f} of {lost.key} parameters that were checked"),
     )  # fmt: skip
     if counted or rates:
-        what += f" ({_rates_text(counted or rates)})"
+        what += f" ({each_text(counted or rates)})"
     elif way == "gradients_not_synced":
         what += _not_through_ddp(s)
     certain = steps[-1] >= limits.certain_step and cause not in _BY_DESIGN
@@ -559,8 +364,8 @@ def _finding(
         cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in _WARNS else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
-        where=() if unseen else wheres(s, ranks, None, {q: _site(s.ranks[q], by_hand) for q in ranks}),
-        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=_spread(values), do=words.do, cost=words.cost,
+        where=() if unseen else wheres(s, ranks, None, {q: averaging_site(s.ranks[q], by_hand) for q in ranks}),
+        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=spread(values), do=words.do, cost=words.cost,
     )  # fmt: skip
 
 
@@ -574,7 +379,7 @@ def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool
     elif averaged and cause == "gradients_not_synced":
         way = "first_update"
     elif cause == "gradients_not_synced":
-        way = _by_ddp(s) or cause
+        way = averaged_by_ddp(s) or cause
     if local and way in ("unequal", "update", "first_update"):
         return "local" if way == "unequal" else "changed"
     if way == "update" and written:
@@ -584,14 +389,14 @@ def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool
 
 def _hooks_lost(s: Snapshot, since: int) -> Sample | None:
     """Return the newest sample of parameters without DDP's hooks, if every rank has had some when the replicas came apart."""
-    lost = [[x for x in _samples_of(r, "hooks_lost") if x.step <= since] for r in s.ranks.values()]
+    lost = [[x for x in samples_of(r, "hooks_lost") if x.step <= since] for r in s.ranks.values()]
     return lost[0][-1] if all(lost) else None
 
 
 def _apart(s: Snapshot, equal: int | None, first: int, odd: tuple[int, ...]) -> tuple[str, bool]:
     """Return how the parameters came apart between two steps, and whether something else than the common steps wrote those of `odd`."""
     counts = by_step(
-        {q: {x.step: x.key & 0xFFFFFFFF for x in _samples_of(r, "learning_rate")} for q, r in s.ranks.items()}
+        {q: {x.step: x.key & 0xFFFFFFFF for x in samples_of(r, "learning_rate")} for q, r in s.ranks.items()}
     )
     written = {q: n - counts[equal][q] for q, n in counts[first].items()} if equal in counts and first in counts else {}
     most = {q for q, n in written.items() if n == max(written.values())}
@@ -625,24 +430,10 @@ def _unfrozen(s: Snapshot) -> Finding | None:
     Nothing if some gradients are reduced by hand: theirs may be among them.
     """
     samples = {q: x for q, r in s.ranks.items() for x in r.samples if x.kind == "unfrozen"}
-    if not samples or any(x.value > limits.metrics for x in _samples(s, "reduced")):
+    if not samples or any(x.value > limits.metrics for x in sampled(s, "reduced")):
         return None
     first, ranks = min(samples.values(), key=lambda x: x.step), sorted(samples)
     return UNFROZEN(
         victims=ranks, where=wheres(s, ranks, None, {q: x.site for q, x in samples.items()}), names=(first.name,),
         step=first.step, site=first.site, n=int(first.value), name=first.name,
     )  # fmt: skip
-
-
-def _site(r: RankState, by_hand: bool) -> Site | None:
-    """Return where gradients are averaged: by hand, the newest all_reduce of more than a number or two; else the last backward."""
-    calls = (c.site for c in reversed(r.calls) if c.op == "all_reduce" and (c.bytes or 0) > 16)
-    site = next(calls, None) if by_hand else None
-    stack = r.phase_stacks.get("backward")
-    return site or (stack[0] if stack else None)
-
-
-def _rates_text(rates: dict[int, float]) -> str:
-    by_rate = sorted(by_value(dict(sorted(rates.items()))).items(), key=lambda x: -len(x[1]))
-    shown = [f"{rate:.6g} on {rank_list(ranks)}" for rate, ranks in by_rate[:4]]
-    return ", ".join(shown) + (", …" if len(by_rate) > 4 else "")

@@ -22,7 +22,7 @@ from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source
-from distdiag.diagnosis.rules.replica_drift import limits as exchanged
+from distdiag.diagnosis.replicas import limits as exchanged
 from distdiag.diagnosis.text.conditions import conditions_text
 from distdiag.diagnosis.text.drift import WAYS
 from distdiag.diagnosis.text.phrases import where, wheres

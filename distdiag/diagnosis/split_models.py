@@ -1,0 +1,137 @@
+"""Replicated layers and learning rates of split models (tensor parallelism by hand, FSDP's shards, ZeRO), where whole replicas cannot be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from distdiag.diagnosis.comparison import by_step, minority
+from distdiag.diagnosis.model.findings import Finding, rank_list
+from distdiag.diagnosis.model.snapshot import RankState, Snapshot
+from distdiag.diagnosis.replicas import (
+    SHARDED,
+    averaged_by_ddp,
+    averaging_site,
+    comparable,
+    differ,
+    each_text,
+    limits,
+    sampled,
+    samples_of,
+)
+from distdiag.diagnosis.text.drift import LAYERS, RATES, SPLIT_LAYERS
+from distdiag.diagnosis.text.phrases import wheres
+from distdiag.diagnosis.training_data import synchronous
+from distdiag.terms.ranks import by_value
+
+
+def layers(s: Snapshot) -> Iterator[Finding]:
+    """Yield the classes of layers that were equal on all ranks before the first step and drift, while others stay equal.
+
+    Only where the layers of a third class were each rank's own from the start: so equal ones were made equal on purpose. Nothing is known
+    of a rank's own layers that all begin with one constant, unless their class has other parameters.
+    """
+    found: dict[str, list[str]] = {"equal": [], "drift": [], "own": []}
+    for name in dict.fromkeys(x.name for x in sampled(s, "layers")):
+        of = by_step({q: {x.step: x for x in samples_of(r, "layers") if x.name == name} for q, r in s.ranks.items()})
+        apart = [differ([x.value for x in at.values()], limits.relative) for at in of.values()]
+        if (
+            0 not in of
+            or len(apart) <= limits.samples
+            or any(len({x.key for x in at.values()}) > 1 for at in of.values())
+        ):
+            return
+        trained = len({at[min(at)].value for at in of.values()}) > 1
+        # to the last bit: what drifts slowly does not stay equal
+        same = all(len({x.value for x in at.values()}) == 1 for at in of.values())
+        sort = "own" if apart[0] else "drift" if all(apart[1:]) else "equal" if trained and same else ""
+        if sort:
+            found[sort].append(name)
+    if not (found["drift"] and found["own"]):
+        return
+    common: dict[str, Any] = {
+        "victims": sorted(s.ranks), "names": tuple(found["drift"]), "step": min(x.step for x in sampled(s, "layers") if x.step),
+        "drift": ", ".join(found["drift"]),
+    }  # fmt: skip
+    if found["equal"]:
+        where = wheres(s, sorted(s.ranks), None, {q: averaging_site(r, True) for q, r in s.ranks.items()})
+        yield LAYERS(**common, where=where, equal=", ".join(found["equal"]))
+    elif (sets := _peers(s, found["drift"])) and (across := _across(s, sets)):
+        shown = " and ".join(map(rank_list, sets[:3])) + (", …" if len(sets) > 3 else "")
+        yield SPLIT_LAYERS(**common, where=(), sets=shown, own=", ".join(found["own"]), group=rank_list(across))
+
+
+def _peers(s: Snapshot, drift: list[str]) -> list[tuple[int, ...]]:
+    """Return the sets of ranks that stay equal to the last bit in all classes, as data parallel ranks of a split model do.
+
+    Nothing if a rank has no peer, its shards are FSDP's, or all classes of `drift` begin with one constant, which says nothing.
+    """
+    layers = {q: tuple((x.name, x.step, x.value) for x in samples_of(r, "layers")) for q, r in s.ranks.items()}
+    sets = list(by_value(layers).values())
+    varied = any(x.name in drift and not x.key >> 32 for x in sampled(s, "layers"))
+    sharded = any(x.key & SHARDED for x in sampled(s, "learning_rate"))
+    return (
+        [tuple(x) for x in sets]
+        if len({len(x) for x in sets} - {1}) == 1 and all(len(x) > 1 for x in sets) and varied and not sharded
+        else []
+    )
+
+
+def _across(s: Snapshot, sets: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return the first group with a rank of each set that reduces tensors in each step, if every rank is in one; no stages of a pipeline."""
+    crossing = {
+        name: g.ranks
+        for name, g in s.groups.items()
+        if len(g.ranks) < s.world_size and all({*g.ranks} & {*x} for x in sets)
+    }
+    found = {
+        q: c.group
+        for q, r in s.ranks.items() for c in r.calls
+        if c.group in crossing and c.op.startswith(("all_reduce", "reduce_scatter")) and (c.bytes or 0) > limits.metrics_bytes
+        and r.enqueued.get(c.group, 0) >= r.step and not r.p2p_issued
+    }  # fmt: skip
+    return tuple(crossing[found[min(found)]]) if len(sets) > 1 and len(found) == s.world_size else ()
+
+
+def rates(s: Snapshot) -> Iterator[Finding]:
+    """Yield that learning rates differ between ranks of which each steps a part of one model: FSDP's shards, or ZeRO's parameters."""
+    rates = by_step({q: {x.step: x for x in samples_of(r, "learning_rate")} for q, r in s.ranks.items()})
+    equal = [k for k, of in rates.items() if not differ([x.value for x in of.values()], limits.relative)]
+    since = [k for k in rates if not equal or k > equal[-1]]
+    if len(since) < limits.modes or len({x.key >> 32 for x in rates[since[-1]].values()}) > 1:
+        return
+    sharded = bool(rates[since[-1]][min(s.ranks)].key & SHARDED)
+    if not (synchronous(s) and not any(r.models for r in s.ranks.values()) if sharded else _zero(s, since)):
+        return
+    values = {q: x.value for q, x in rates[since[-1]].items()}
+    kept = [q for q in sorted(s.ranks) if len({of[q].value for of in rates.values()}) == 1]
+    odd = tuple(kept) if 0 < len(kept) < len(values) else minority(values)
+    yield RATES(
+        culprits=odd, victims=[q for q in sorted(s.ranks) if q not in odd], step=since[0], where=(), each=each_text(values), newest=since[-1],
+        kept=f"; that of {rank_list(odd)} has not changed since step {min(rates)}" if odd and odd == tuple(kept) else "",
+        how="the parameters are sharded" if sharded else "the replicas stay equal, as ranks send what they have stepped to the others (ZeRO)",
+        proved=sharded and since[-1] >= limits.certain_step,
+    )  # fmt: skip
+
+
+def _zero(s: Snapshot, steps: list[int]) -> bool:
+    """True if DDP averages each step and the replicas are equal at the newest of these steps, and ranks send tensors to the others."""
+    sums = by_step({q: {x.step: x for x in samples_of(r, "parameters")} for q, r in s.ranks.items()})
+    newest = [[*sums[k].values()] for k in steps[-limits.modes :] if k in sums]
+    same = [comparable([x.key for x in of]) and not differ([x.value for x in of], limits.relative) for of in newest]
+    whole = all(s.whole(m.group) for r in s.ranks.values() for m in r.models)
+    return (
+        len(same) == limits.modes
+        and all(same)
+        and whole
+        and averaged_by_ddp(s) == "each_step"
+        and all(map(_sends, s.ranks.values()))
+    )
+
+
+def _sends(r: RankState) -> bool:
+    """True if a rank has sent tensors to the others, or got theirs, since its oldest step that is known."""
+    calls = (c for c in r.calls if c.op.startswith(("broadcast", "all_gather", "allgather")))
+    return any(
+        (c.bytes or 0) > limits.metrics_bytes and (c.entered_s or 0.0) >= r.steps[0].end_s for c in calls if r.steps
+    )
