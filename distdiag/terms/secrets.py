@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 
 KEEP = "DISTDIAG_KEEP_SECRETS"  # 1: store and show command lines unmasked
 MASK = "***"
@@ -17,6 +18,7 @@ _SECRET = re.compile(r"token|key|passw|secret|credential", re.IGNORECASE)
 _NUMBERED = re.compile(r"token(s|i[sz]\w*)\b|(num|max|min)[-_.]?\w*token|(?<![a-z])key[-_.]?(value|bias|dim|size|padding)|monkey|keyboard",
                        re.IGNORECASE)  # fmt: skip
 _OPTION = re.compile(r"-{0,2}\+{0,2}[A-Za-z_][\w.\-/@]*")
+_QUOTED = 1 << 16  # characters; shlex takes four times as long for a word of twice the length
 _IN_URL = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)(?=@)")
 
 
@@ -47,10 +49,10 @@ def mask(arguments: Sequence[str]) -> list[str]:
 
 def mask_text(command: str) -> str:
     """Return a stored command line with secrets replaced; unchanged if there are none."""
-    try:
-        arguments, quote = shlex.split(command), shlex.quote
-    except ValueError:
-        arguments, quote = command.split(), str
+    arguments, quote = command.split(), str
+    if len(command) <= _QUOTED:
+        with suppress(ValueError):
+            arguments, quote = shlex.split(command), shlex.quote
     masked = mask(arguments)
     return command if masked == arguments else " ".join(a if MASK in a else quote(a) for a in masked)
 
