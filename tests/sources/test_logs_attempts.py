@@ -140,3 +140,47 @@ def test_a_short_title_keeps_what_tells(tmp_path: Path) -> None:
         "'/home/kim/.triton/…/norm.ttir' -> '/home/kim/.triton/…/norm.ttir'"
         in only(diagnose(tmp_path, raised(1, moved))).message
     )
+
+
+CLOSING = "W0506 01:20:30.1 9 torch/distributed/elastic/multiprocessing/api.py:897] Sending process {} closing signal SIGTERM\n"
+AGAIN = "I0506 01:20:40.1 9 torch/distributed/elastic/agent/server/api.py:889] [default] Worker group FAILED. {}/2 attempts left; will restart worker group\n"
+
+
+def _full(rank: int, pid: int) -> str:
+    """Return that a rank's GPU is full, and which process holds most of it."""
+    gpu = f"GPU {rank} has a total capacity of 39.39 GiB of which 71.19 MiB is free. Process {pid} has 38.02 GiB memory in use."
+    return raised(
+        rank,
+        f"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 100.00 MiB. {gpu} Including non-PyTorch memory, this process has 1.29 GiB memory in use.",
+    )
+
+
+LOST = "[rank2]: RuntimeError: [/p/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.9.0.4]:5131\n"
+FULL = "".join(_full(r, 50 + r) for r in (0, 1))
+LEFT = CLOSING.format(50) + CLOSING.format(51) + AGAIN.format(2)
+
+
+@pytest.mark.parametrize("last", ["", AGAIN.format(1) + FULL])
+def test_an_attempt_that_fails_by_what_the_one_before_left_is_not_the_cause(tmp_path: Path, last: str) -> None:
+    report = diagnose(tmp_path, RUN + raised(2, "KeyError: 'router'") + LEFT + FULL + last)
+    assert about(only(report)) == ("rank_lost", "crashed", (2,), ())
+    (note,) = (n for n in report.notes if n.startswith("judged: "))
+    assert "rank 0 ran out of GPU memory" in note and "process 50 of an earlier attempt" in note
+
+
+def test_an_attempt_that_fails_by_itself_is_judged_and_the_one_before_is_a_note(tmp_path: Path) -> None:
+    report = diagnose(tmp_path, raised(2, "KeyError: 'router'") + LEFT + raised(1, "ValueError: x"))
+    assert only(report).culprits == (1,)
+    assert any("KeyError" in n and "nothing shows that it follows from them" in n for n in report.notes)
+
+
+def test_each_full_gpu_has_its_own_holder_and_the_attempt_before_is_no_rank(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, RUN + LOST + LEFT + FULL))
+    assert "process 50 of an earlier attempt, which has not ended, holds 38 GiB of that GPU (cuda:0)" in f.message
+    assert "likewise process 51 on cuda:1" in f.message and "another rank" not in f.message
+    assert "before a restart" in f.advice
+    joins = "[default] Detected 1 new nodes from group_rank=0; will restart worker group\n"
+    report = diagnose(tmp_path, RUN + CLOSING.format(50) + CLOSING.format(51) + joins + FULL)
+    assert "process 50 of an earlier attempt" in only(report).message and not any("judged" in n for n in report.notes)
+    f = only(diagnose(tmp_path, CLOSING.format(50) + CLOSING.format(51) + FULL))
+    assert "another rank of this job (pid 50)" in f.message and "likewise pid 51 on cuda:1" in f.message

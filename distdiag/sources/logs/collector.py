@@ -9,6 +9,7 @@ from pathlib import Path
 from distdiag.guard import TOGETHER, Announce, stored_bytes
 from distdiag.sources.logs import later, lines
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
+from distdiag.sources.logs.gpu_memory import memory_of_others
 from distdiag.sources.logs.hosts import LASTING
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.learned import Learned
@@ -106,7 +107,7 @@ class Collector:
             new = (
                 f for f in out.facts[first:] if f.name != "timeout_cut" or f.line + 1 >= number
             )  # else it is wrapped
-            out.facts[first:] = self._of_last_run(list(new))
+            out.facts[first:] = self._of_one_run(path, list(new))
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
             self.later.begin(path, bounds.head)
             self.later.read(path, bounds.tail, failed)
@@ -132,13 +133,22 @@ class Collector:
         announce(TOGETHER, 0)
         return out
 
-    def _of_last_run(self, facts: list[Fact]) -> list[Fact]:
-        """Return the facts of a file's last launch, and of its last attempt if that one failed by itself."""
+    def _of_one_run(self, path: Path, facts: list[Fact]) -> list[Fact]:
+        """Return the facts of a file's last launch, and of its last attempt that failed by itself, not by what one before left."""
         launches = {f.run[0] for f in facts if f.role is not Role.HINT}
         launch = max(launches, default=0)
-        attempts = {f.run[1] for f in facts if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT)}
+        attempts: dict[int, list[Fact]] = {}
+        for f in facts:
+            if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT):
+                attempts.setdefault(f.run[1], []).append(f)
+        follow = set[int]()
+        while len(attempts) > 1 and self._by_what_was_left(attempts[max(attempts)]):
+            follow.add(max(attempts))
+            self.result.followed.insert(0, attempts.pop(max(attempts))[0])
+            self.later.restarts.pop(path, None)  # it did not help
         attempt = max(attempts, default=0)
-        self.result.left_out += len(launches) - 1 + attempt if launches else 0
+        failed = {f.run for f in facts if f.role is not Role.HINT and f.run < (launch, attempt)}
+        self.result.left_out += len(failed)
         causes = (f for f in facts if f.role in (Role.CAUSE, Role.STOP) and (f.run[0] < launch or f.run[1] < attempt))
         self.result.before += {f.run: f for f in reversed(list(causes))}.values()
         return [
@@ -146,7 +156,13 @@ class Collector:
             for f in facts
             if f.name == "rerun"  # it is about an earlier run
             or (f.run[0] == launch and (f.run[1] >= attempt or not LASTING.isdisjoint(f.fields)))
+            and f.run[1] not in follow
         ]
+
+    def _by_what_was_left(self, facts: list[Fact]) -> bool:
+        """True if all own failures of an attempt follow from processes of an earlier one, which have not ended."""
+        own = [f for f in facts if f.role is Role.CAUSE]
+        return bool(own) and all(f.message.by_left or memory_of_others(f, self.result).whose == "left" for f in own)
 
     def _since_stop(self, path: Path, facts: list[Fact]) -> list[Fact]:
         """Return the facts after the last stop from outside after which the job was started again, and then failed."""

@@ -134,7 +134,8 @@ class Collected:
     first_rank: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a launcher's node; -1 of several
     pace: dict[Path, tuple[float, float]] = field(default_factory=dict)  # of progress: last time, longest pause
     local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)
-    closed: set[str] = field(default_factory=set)  # pids of ranks that torchrun ended
+    closed: dict[str, tuple[int, int]] = field(default_factory=dict)  # run of the pids of ranks that torchrun ended
+    followed: list[Fact] = field(default_factory=list)  # the first failure of each attempt that failed by what these left
     servers: set[str] = field(default_factory=set)  # hosts of the job's store, to which clients lost their connections
     tests: set[Path] = field(default_factory=set)  # as in `Later`
     reran: dict[tuple[int, str], tuple[str, str, int]] = field(
@@ -177,7 +178,8 @@ class Collected:
     def all_of(self, ranks: set[int]) -> str:
         """Return `all 8 ranks` if these are all of the job, as far as the log shows it; empty if they are not."""
         ended = {f.fields["pid"] for f in self.facts if f.role is Role.EXIT and "pid" in f.fields}
-        most = max(len(self.closed | ended), self.world_size or 0)
+        runs = {f.run for f in self.facts}
+        most = max(len(ended.union(pid for pid, run in self.closed.items() if run in runs)), self.world_size or 0)
         if not ranks >= self.ranks or len(ranks) < max(most, 2) or len(ranks) <= max(ranks):
             return ""
         return f"all {len(ranks):,} ranks" + (" in the log" if not most else "")

@@ -14,7 +14,7 @@ from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import build, meanings
 from distdiag.sources.logs.build import ENDED, Fields, finding, library, some
 from distdiag.sources.logs.facts import Collected, Fact
-from distdiag.sources.logs.gpu_memory import memory_of_others
+from distdiag.sources.logs.gpu_memory import Held, memory_of_others
 from distdiag.sources.logs.join import absent_ranks, before, earlier, first_waits, process
 from distdiag.sources.logs.message import Meaning, Role
 from distdiag.sources.logs.waiting import op_name
@@ -45,6 +45,7 @@ class Reason:
         times: When each rank ended, by the launcher.
         inferred: True if its rank is that of the only process that reports the failure on its host.
         after: What else is known: who holds the memory, what followed on other ranks.
+        held: What holds the memory of each full GPU, by its short form.
         pids: The hosts on which its lines name a process, by pid and device; `""` for a line without a host.
         reported: What the kernel, the driver or a daemon of its host reported, from which it follows.
     """
@@ -62,6 +63,7 @@ class Reason:
     inferred: bool = False
     guessed: bool = False  # its rank is only the one that ended first
     after: str = ""
+    held: dict[str, str] = field(default_factory=dict)
     pids: dict[tuple[int, object], set[str]] = field(default_factory=dict)
     reported: list[Fact] = field(default_factory=list)
 
@@ -161,7 +163,8 @@ def _event(f: Fact, text: str) -> tuple[str, str]:
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
     text = text_of(f, meaning)
     others = f"; while handling that, it raised {shortened(f.fields['then'], 120)}" if "then" in f.fields else ""
-    others, whose = memory_of_others(f, found) if f.name == "cuda_oom" else (others, "")
+    held = memory_of_others(f, found) if f.name == "cuda_oom" else Held()
+    others = others or held.text
     r = reasons.setdefault(_event(f, text + others), Reason(meaning, text, meaning.advice, f.order, after=others))
     if f.name == "xid" and _xid(f) in meanings.XIDS and r.facts and _xid(r.facts[0]) not in ("", *meanings.XIDS):
         r.text, r.advice = text, meaning.advice  # the hardware names the event
@@ -186,7 +189,11 @@ def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, foun
         xid = _xid(r.facts[0])
         r.advice = meanings.OF_PROGRAM if xid in meanings.PROGRAM_XIDS else meanings.XIDS.get(xid, r.advice)
     elif f.name == "cuda_oom":
-        r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), whose]
+        r.advice = meanings.FULL_GPUS[any(x.engine for x in r.facts), held.whose]
+        if held.short:
+            r.held.setdefault(held.short, held.text)
+            first, *more = r.held
+            r.after = r.held[first] + (f"; likewise {some(more)}" if more else "")
     elif f.message.by_text and r.advice == meaning.advice:
         r.advice = remedy(f"{f.text} {text}", r.advice)  # one of its lines may say more than the others
 

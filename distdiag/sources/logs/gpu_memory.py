@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.text.incident import verb
@@ -26,35 +27,56 @@ def _gib(size: Sequence[str]) -> float:
     return float(size[0]) * _GIB[size[1]]
 
 
-def memory_of_others(f: Fact, found: Collected) -> tuple[str, str]:
-    """Return (what others hold of the full GPU, "ranks" or "others"), by the message; empty if none does, or too little to matter."""
-    what, job = f.fields.get("what", ""), found.pids
+class Held(NamedTuple):
+    """What others hold of a full GPU; empty if none does, or too little to matter.
+
+    Attributes:
+        short: Which process, and on which GPU.
+        whose: "ranks", "others", or "left": by a process of an earlier attempt.
+    """
+
+    text: str = ""
+    short: str = ""
+    whose: str = ""
+
+
+def memory_of_others(f: Fact, found: Collected) -> Held:
+    """Return what others hold of the full GPU, by the message."""
+    what = f.fields.get("what", "")
+    left = {pid for pid, run in found.closed.items() if run < f.run}
+    job = {pid: rank for pid, rank in found.pids.items() if pid not in left}
     held = {pid: _gib(size) for pid, *size in _MEMORY.findall(what)}
     own = {str(f.who.pid), *(pid for pid, rank in job.items() if rank is not None and rank == f.rank)} & held.keys()
     others, sure = {pid: gib for pid, gib in held.items() if pid not in own}, True
     if not own and "this process has" not in what:
         others, sure = _without_own(held, what)
     if not others:
-        return "", ""
+        return Held()
     most = max(others, key=others.__getitem__)
     ranks = {pid: gib for pid, gib in others.items() if pid in job} if most in job else {}
     gib = sum(ranks.values()) or others[most]
     tried, used = _TRIED.search(what), _USED.search(what)
     if tried is not None and gib + (_gib(used.groups()[2:]) if used else 0.0) < _gib(tried.groups()):
-        return "", ""  # without it, the memory would not suffice either
+        return Held()  # without it, the memory would not suffice either
     about = "" if sure else "about "
-    gpu = "that GPU" + (f" (cuda:{m[1]})" if (m := _GPU.search(what)) is not None else "")
+    device = f"cuda:{m[1]}" if (m := _GPU.search(what)) is not None else ""
+    gpu, on = "that GPU" + f" ({device})" * bool(device), f" on {device}" * bool(device)
     if ranks:
         who = "another rank of this job" if len(ranks) == 1 else f"{len(ranks)} other ranks of this job"
         known = [rank for pid in ranks if (rank := job[pid]) is not None]
         named = rank_list(sorted(known)) if len(known) == len(ranks) else f"pid {some([*ranks])}"
         who += f" ({named})" * sure
-        return f": {who} {verb(ranks, 'holds', 'hold')} {about}{gib:.3g} GiB of {gpu}", "ranks"
+        short = f"{named}{on}" * sure
+        return Held(f": {who} {verb(ranks, 'holds', 'hold')} {about}{gib:.3g} GiB of {gpu}", short, "ranks")
+    if most in left:
+        who = f"process {most} of an earlier attempt, which has not ended,"
+        return Held(f": {who} holds {about}{gib:.3g} GiB of {gpu}", f"process {most}{on}", "left")
     label = next(
         (process for process, host, pid in found.in_world if str(pid) == most and host in ("", f.who.host)), ""
     )
     who = f"process {most}" + (f" ({label.partition(' pid=')[0]})" if label else "") if sure else "another process"
-    return f": {who}, which is not this rank, holds {about}{gib:.3g} GiB of {gpu}", "others"
+    short = f"{who}{on}" * sure
+    return Held(f": {who}, which is not this rank, holds {about}{gib:.3g} GiB of {gpu}", short, "others")
 
 
 def _without_own(held: dict[str, float], what: str) -> tuple[dict[str, float], bool]:

@@ -67,8 +67,8 @@ class Learned:
             slow.keep(self.found.series.setdefault((name, line.path, line.who.rank), []), self._fact(name, of, line))
 
     def next_run(self, launch: bool) -> None:
-        """Note that what follows is of another launch, or attempt, if this one has had an error."""
-        if any(f.run == self.run for f in self.found.facts[-1:]):
+        """Note that what follows is of another launch, or attempt, if this one has had an error, or its ranks were ended."""
+        if self.run in (*(f.run for f in self.found.facts[-1:]), next(reversed(self.found.closed.values()), None)):
             number, attempt = self.run
             self.run = (number + 1, 0) if launch else (number, attempt + 1)
 
@@ -192,8 +192,7 @@ class Learned:
         self.found.per_node = True
 
     def closing(self, of: Of, line: Line) -> None:
-        if len(self.found.closed) < MAX_WRITERS:
-            self.found.closed.add(of["pid"])
+        _put(self.found.closed, of["pid"], self.run)
 
     def pod_node(self, of: Of, line: Line) -> None:
         if self.pod:

@@ -29,11 +29,13 @@ AFTER_CAUGHT = "mend what raised it (filter that sample, or skip it on all ranks
 _OF_ENGINE = "lower the engine's share of memory (gpu_memory_utilization, mem-fraction-static)"
 _OTHERS = "something else holds memory of that GPU: see who with `nvidia-smi`, end it, or keep this job off that GPU (CUDA_VISIBLE_DEVICES, one process fewer)"
 _OTHER_RANKS = "let each rank use its own GPU only: call torch.cuda.set_device(LOCAL_RANK) before anything uses CUDA, and load checkpoints with map_location='cpu' or the rank's own device (torch.load puts tensors on the GPU from which they were saved)"
+_LEFT = "end the processes of the earlier attempt before a restart (`nvidia-smi` names them, `kill -9 PID`), and see why that attempt failed: neither the batch nor the model is the cause"
 # by whether an inference engine ran out of it, and who else holds a part
 FULL_GPUS: Mapping[tuple[bool, str], str] = MappingProxyType({
     (False, ""): FULL_GPU,
     (False, "others"): _OTHERS,
     **dict.fromkeys(((False, "ranks"), (True, "ranks")), _OTHER_RANKS),
+    **dict.fromkeys(((False, "left"), (True, "left")), _LEFT),
     (True, ""): f"{_OF_ENGINE}, the number of requests (max_num_seqs, max-running-requests) or the context length, or use more GPUs (tensor parallel); other processes on that GPU: `nvidia-smi`",
     (True, "others"): f"{_OTHERS}; or {_OF_ENGINE}",
 })  # fmt: skip

@@ -85,6 +85,7 @@ class Message:
         of_ranks: How torchrun and its like report the end of ranks.
         launcher: Who reports an end.
         series: Its numbers are compared from line to line.
+        by_left: In a later attempt, it follows from a process that the one before has left.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Message:
     of_ranks: bool = False
     launcher: str = ""
     series: bool = False
+    by_left: bool = False
 
 
 def message(name: str, role: Role, *wordings: tuple[str, str] | tuple[str, str, Role], **more: Any) -> Message:

@@ -21,6 +21,7 @@ from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
+from distdiag.sources.logs.gpu_memory import memory_of_others
 from distdiag.sources.logs.join import WAITED, before, earlier, join, same_port
 from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import AFTER_CAUGHT, STOPS, advice_on_stop
@@ -453,8 +454,14 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
     if found.left_out:
         how = f": {'; '.join(map(_in_short, found.before[-2:]))}" if found.before else ""
         ended = "ended" if any(f.role is Role.STOP for f in found.before) else "failed"
+        apart = "; nothing shows that it follows from them" if found.before and ended == "failed" else ""
         notes.append(
-            f"judged: the last run in the log; {counted(found.left_out, 'run')} before it (restarted, or appended) {ended}, too{how}"
+            f"judged: the last run in the log; {counted(found.left_out, 'run')} before it (restarted, or appended) {ended}, too{how}{apart}"
+        )
+    if found.followed:
+        how = "; ".join(f"{_in_short(f)}{memory_of_others(f, found).text}" for f in found.followed[:2])
+        notes.append(
+            f"judged: the first attempt; {counted(len(found.followed), 'later one')} failed by what it had left, so end its processes before a restart: {how}"
         )
     if not found.recorded:
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"

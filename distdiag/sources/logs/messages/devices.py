@@ -51,7 +51,7 @@ MESSAGES = (
     message("xpu_lost", C, ("DEVICE_LOST", r"\b(?P<what>(?:ZE|UR)_RESULT_ERROR_DEVICE_LOST)\b"),
        meaning=Meaning("gpu", "lost", "lost its GPU ({what})", "see `dmesg -T` on that host: the driver (xe, i915) reset the GPU because a job did not end, or the GPU failed; if only this GPU has it, take it out")),
     message("npu_busy", C, ("Failed to initialize the HCCP process", r"Failed to initialize the HCCP process"),
-       meaning=Meaning("rank_lost", "crashed", "could not start HCCL; most often a process of the last run still holds the NPU", "end the processes of the last run on that host (`npu-smi info`), wait ten seconds, and start again"), own=True),
+       meaning=Meaning("rank_lost", "crashed", "could not start HCCL; most often a process of the last run still holds the NPU", "end the processes of the last run on that host (`npu-smi info`), wait ten seconds, and start again"), own=True, by_left=True),
     message("hip_error", C, ("page fault (", r"amdgpu (?P<what>[\w:.]+: (?:amdgpu: )?\[\w+\] (?:\w[\w-]{1,12} )?page fault) \(.{0,60}?for process (?P<comm>\S{1,20}) pid (?P<pid>[1-9]\d*)"),
        ("aborting with error : HSA_", r"(?:\bpid:(?P<pid>\d+).{0,80})?aborting with error : (?P<what>HSA_STATUS_ERROR\w*)"),
        (" by GPU node-", r"(?P<what>(?:HW Exception|Memory access fault) by GPU node-\d+)"),
