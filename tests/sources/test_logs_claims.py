@@ -197,3 +197,12 @@ def test_a_pod_that_was_started_after_all(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("text", [PENDING, PLACED + PULL, PENDING + PLACED.replace("w-1", "w-2"), PULL + PLACED])
 def test_a_pod_that_was_not_started(tmp_path: Path, text: str) -> None:
     assert "did not start on w-1" in only(diagnose(tmp_path, text)).message
+
+
+def test_a_process_of_another_user_that_the_kernel_killed_is_no_part_of_the_job(tmp_path: Path) -> None:
+    kernel = "[Wed Apr 16 11:20:31 2031] Memory cgroup out of memory: Killed process 71 (samtools) total-vm:1kB\n"
+    ran = "step 1 loss 0.5\nstep 2 loss 0.4\n"
+    report = diagnose(tmp_path, kernel + ran + raised(1, "KeyError: 'x'"))
+    assert only(report).culprits == (1,) and not any("line 1" in note for note in report.notes)
+    (note,) = (n for n in diagnose(tmp_path, kernel + ran).notes if "line 1" in n)
+    assert "process 71 (samtools), none of this job's processes" in note

@@ -9,7 +9,7 @@ import pytest
 
 from distdiag.sources.logs.verdict import diagnose_logs
 from distdiag.sources.logs.writers import writer
-from tests.sources.test_logs import diagnose, only, raised, timeout
+from tests.sources.test_logs import about, diagnose, only, raised, timeout
 
 XID = "NVRM: Xid (PCI:0000:c7:00): {}, pid={}, name=python, {}\n"
 LIMIT = "slurmstepd: error: *** JOB 7 ON b-7 CANCELLED AT 2026-08-20T08:20:10 DUE TO TIME LIMIT ***\n"
@@ -171,6 +171,28 @@ def test_a_job_that_wrote_nothing_for_long_before_its_limit_hung(tmp_path: Path,
     assert report.state_text is not None and "time limit" in report.state_text
     assert [f.kind for f in report.findings] == (["stall"] if hung else [])
     assert any("more time (--time" in note for note in report.notes) is not hung
+
+
+RETRIES = "".join(
+    f"2026-08-20 0{h}:00:00 {{0}} WARNING reader: s3://lake/p-7.zst: Read timeout, retry {h}/inf in 9 s\n" for h in range(2, 8)
+)
+ENDED_BY = "srun: error: n1: tasks 0-3: Terminated\n"
+
+
+@pytest.mark.parametrize("end", [LIMIT, ENDED_BY, ""])
+@pytest.mark.parametrize(("prefix", "who", "culprits"), [("[rank5]", "rank 5", (5,)), ("[n1][05]", "n1[05]", ())])
+def test_a_rank_that_alone_goes_on_with_retries_is_what_the_job_waits_for(
+    tmp_path: Path, prefix: str, who: str, culprits: tuple[int, ...], end: str
+) -> None:
+    steps = "".join(f"2026-08-20 01:0{m}:00 [rank0] step {m} loss 2.0\n" for m in range(6))
+    f = only(diagnose(tmp_path, steps + RETRIES.format(prefix) + end))
+    assert about(f) == ("stall", "unknown", culprits, ()) and f.severity == ("error" if end else "warning")
+    assert f.message.startswith(f"{who} alone wrote after the last step, 6 times that it tries again") and "p-7.zst" in f.message
+    assert "wrote nothing" not in f.message and "bound these retries" in f.advice
+    others = diagnose(tmp_path, steps + RETRIES.format(prefix) + RETRIES.format("[rank2]") + LIMIT)
+    assert only(others).culprits == () and "alone" not in only(others).message
+    assert "made no step" in only(others).message and "wrote nothing" not in only(others).message
+    assert not diagnose(tmp_path, steps + RETRIES.format(prefix) + "2026-08-20 08:00:00 Training finished\n").findings
 
 
 @pytest.mark.parametrize("key", ["object", "involvedObject"])

@@ -478,6 +478,24 @@ def test_of_several_reports_of_lost_memory_the_one_with_the_process_counts(tmp_p
     assert f.message.startswith("process 312 on 10.9.0.4 was killed")
 
 
+DIED = (
+    "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.\n\tclass_name: W\n\tactor_id: 5f01\n\tpid: 312\n"
+    "\tname: q1WorkerDict_1:2\n\tnamespace: 8c\n\tip: 10.9.0.4\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR\n"
+)
+
+
+@pytest.mark.parametrize(("gpus", "who", "culprits"), [("", "process 312 on 10.9.0.4", ()), ("['trainer.n_gpus_per_node=4']\n", "rank 6 on 10.9.0.4", (6,))])  # fmt: skip
+def test_the_worker_that_died_on_the_host_where_ray_killed_one_for_memory_is_that_one(
+    tmp_path: Path, gpus: str, who: str, culprits: tuple[int, ...]
+) -> None:
+    raylet = "(raylet, ip={0}) node_manager.cc:9: 1 Workers (tasks / actors) killed due to memory pressure (OOM) at node (ID: 5f, IP: {0}) over\n"
+    f = only(diagnose(tmp_path, gpus + DIED + raylet.format("10.9.0.4")))
+    assert f.message.startswith(f"{who} was killed by Ray's memory monitor") and f.culprits == culprits
+    assert "RAY_memory_usage_threshold" in f.advice and f.cause == "killed"
+    elsewhere = diagnose(tmp_path, gpus + DIED + raylet.format("10.9.0.5"))
+    assert "memory monitor" not in elsewhere.findings[0].message
+
+
 SEGMENT = "Error while creating shared memory segment /dev/shm/nccl-x (size 9), error: No space left on device (28)"
 UNHANDLED = "torch.distributed.DistBackendError: NCCL error in: P.cpp:9, {}, NCCL version 2.21.5"
 

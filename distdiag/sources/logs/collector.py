@@ -49,7 +49,8 @@ _TURN = bounded(
 )  # a begin, or an end
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
-_ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip): \[?(?P<value>[\w.:]{1,60})")
+_ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip|name): \[?(?P<value>[\w.:]{1,60})")
+_OF_VERL = bounded(r"_(?P<nth_node>\d{1,6}):(?P<on_node>\d{1,4})$")  # how it names its workers
 _DIGIT = bounded(r"\d+")
 _STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
@@ -112,7 +113,9 @@ class Collector:
             self.later.begin(path, bounds.head)
             self.later.read(path, bounds.tail, failed)
             out.facts[first:] = self._since_stop(path, out.facts[first:])
-            if any(f.name == "cancelled" for f in out.facts[first:]) and (pace := later.pace(self._bounds.tail)):
+            stopped = any(f.name == "cancelled" for f in out.facts[first:])
+            retries = any(b"etry" in block for _, block in bounds.tail)
+            if (stopped or retries) and (pace := later.pace(bounds.tail)):
                 out.pace[path] = pace
             out.files.append(path)
             for pid, named in bounds.pids.items():
@@ -263,6 +266,8 @@ class Collector:
         if (m := _ACTOR.match(text)) is not None:
             if m["key"] == "actor_id":
                 self._actor = {"actor_id": m["value"]}
+            elif m["key"] == "name":
+                self._actor |= named.groupdict() if self._actor and (named := _OF_VERL.search(m["value"])) else {}
             elif self._actor:
                 self._actor["host" if m["key"] == "ip" else "pid"] = m["value"]
         if (m := _POD.match(text)) is not None:
@@ -297,7 +302,7 @@ class Collector:
         out, who = self.result, line.who
         fields = {k: v for k, v in groups.items() if v is not None}
         if name in ("lost_worker", "node_lost") and "pid" not in fields:
-            keys = ("host", "pid") if name == "lost_worker" else ("host",)
+            keys = ("host", "pid", "nth_node", "on_node") if name == "lost_worker" else ("host",)
             fields |= {key: self._actor[key] for key in keys if key in self._actor}
             self._actor = {}
         if role is Role.FACT:

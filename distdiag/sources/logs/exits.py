@@ -74,7 +74,7 @@ def of_exits(
         pids.add(None)
     ends = _ends(found)
     aborts = any(f.message.aborts and f.rank is None and not OTHER_ENDED.search(f.text) for f in found.facts)
-    killed = {id(end) for end in _killed_by_launcher(ends, bool(memory))}
+    killed = {id(end) for end in _killed_by_launcher(ends, bool(memory)) + _killed_by_ray(ends, memory)}
     named = bool(explained) and any(end.rank is not None for end in ends)
     before_it = [f for f in found.facts if _needs_no_end(f)]
     for nth, end in enumerate(ends):
@@ -113,6 +113,7 @@ def _of_memory(found: Collected, memory: list[Fact]) -> Reason:
     """Return the reason of processes that were killed because their host, or their limit, ran out of memory."""
     exact = [f for f in memory if "pid" in f.fields] or memory  # the others report the same event
     meaning = meanings.FULL_HOST if all("all" in f.fields for f in exact) else MEANINGS["host_oom"]
+    meaning = meanings.BY_RAY if all("ray" in f.fields for f in exact) else meaning
     named = [filter(None, (_whose(f) for f in facts if f.rank is None)) for facts in (exact, memory)]
     named = list(dict.fromkeys(named[0])) or ([] if ranks_of(memory) else list(dict.fromkeys(named[1])))
     hosts = {f.fields["host"] for f in exact if "host" in f.fields and ranks_of(memory)}
@@ -216,6 +217,21 @@ def _killed_by_launcher(ends: list[Fact], memory: bool) -> list[Fact]:
         or (_launcher(end) == "srun" and end.order > first)  # its lines are in the order of time
         or (end.who.at is not None and end.who.at[1] - first_s[end.who.at[0]] > AFTER_FIRST_S)
     ]
+
+
+def _killed_by_ray(ends: list[Fact], memory: list[Fact]) -> list[Fact]:
+    """Return the workers that Ray's memory monitor killed; where its line gives only the host, note which one it was.
+
+    It names the one worker that was lost on that host.
+    """
+    out = []
+    for f in (f for f in memory if "ray" in f.fields):
+        lost = [end for end in ends if end.name == "lost_worker" and "pid" in end.fields]
+        lost = [end for end in lost if end.fields.get("host") == f.fields.get("host")]
+        if "pid" not in f.fields and len({end.fields["pid"] for end in lost}) == 1:
+            f.fields["pid"], f.rank, f.inferred = lost[0].fields["pid"], lost[0].rank, True
+        out += [end for end in lost if end.fields["pid"] == f.fields.get("pid")]
+    return out
 
 
 def _meaning(end: Fact, memory: bool, others: bool) -> Meaning:

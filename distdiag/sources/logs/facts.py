@@ -46,6 +46,7 @@ class Fact:
     logged: bool = False  # a line of the program's own log has its traceback: it was caught, whatever came of it
     of_host: bool = False  # only the kernel or the host of a node writes its file
     early: bool = False  # it came before the job began
+    foreign: bool = False  # the kernel names a process that this job has not
     doubtful: bool = False  # progress came after it, too little to show that the job survived it
     direct: bool = False  # the next exception was raised from it
     engine: bool = False  # raised inside an inference engine
@@ -80,6 +81,23 @@ class Loss:
     line: int = 0
     times: int = 0
     finite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Times of the end of a file: of its progress, and of what comes after that.
+
+    Attributes:
+        last_s: When the program wrote last. What is repeated after the last progress, as a monitor's heartbeat, does not count.
+        longest_s: Longest time between two lines of progress.
+        end_s: Time of the last line.
+        retries: (number, text) of the lines after the last progress, if one process wrote them all, and each says that it tries again.
+    """
+
+    last_s: float
+    longest_s: float
+    end_s: float
+    retries: tuple[tuple[int, str], ...]
 
 
 @dataclass(slots=True)
@@ -132,7 +150,7 @@ class Collected:
     # what each launcher was given, by its label or file
     masters: dict[str, dict[str, str]] = field(default_factory=dict)
     first_rank: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a launcher's node; -1 of several
-    pace: dict[Path, tuple[float, float]] = field(default_factory=dict)  # of progress: last time, longest pause
+    pace: dict[Path, Pace] = field(default_factory=dict)
     local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)
     closed: dict[str, tuple[int, int]] = field(default_factory=dict)  # run of the pids of ranks that torchrun ended
     followed: list[Fact] = field(default_factory=list)  # the first failure of each attempt that failed by what these left

@@ -88,8 +88,10 @@ def join(found: Collected) -> Collected:
     found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
     _of_full_pods(found)
-    found.past += [f for f in found.facts if _of_another_job(f)]
-    found.facts = [f for f in found.facts if not _of_another_job(f)]
+    for f in found.facts:
+        f.foreign = _of_another_job(f)
+    found.past += [f for f in found.facts if f.foreign]
+    found.facts = [f for f in found.facts if not f.foreign]
     if stops := [f for f in found.facts if f.role is Role.STOP and f.name != "interrupted"]:
         _name_the_preempted(found)
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]

@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distdiag.sources.logs.facts import Collected, Fact, Loss
+from distdiag.sources.logs.facts import Collected, Fact, Loss, Pace
 from distdiag.sources.logs.join import KERNEL, active_again
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.tracebacks import FOLLOWERS
@@ -61,6 +61,8 @@ _LAST_ERROR = bounded(
 _NO_END = bounded(
     r"(?i:\bretr(?:y|ies|ying)\b|\bignor|\bwarn|\bskip|\b(?:no|0) errors?\b|error_|['\"][^'\"]{0,60}error)"
 )
+_RETRIES = bounded(r"(?i:\bretr(?:y|ies|ying)\b|\btry(?:ing)? again\b)")
+_OF_SLURM = bounded(r"slurmstepd: |srun: |CANCELLED")
 # a message by which a program ends, of a logger or a runtime; not a launcher's report of an end
 _FATAL = bounded(
     r"^(?!.{0,300}(?:distributed[./]elastic|srun: |slurmstepd|return code|exit ?code|ChildFailed)).{0,120}(?:\b(?:ERROR|FATAL|CRITICAL|panicked at|terminate called after|Segmentation fault)\b|\bfailed: )"
@@ -296,24 +298,25 @@ def _progress(text: str) -> bool:
     return _PROGRESS.search(text) is not None and _NO_PROGRESS.search(text) is None
 
 
-def pace(tail: Sequence[tuple[int, bytes]]) -> tuple[float, float] | None:
-    """Return (when the program wrote last, longest time between two lines of progress) of the end of a file.
-
-    What is repeated after the last progress, a monitor's heartbeat, is not the program's. None if there is too little progress,
-    or the lines have no time.
-    """
-    texts = [plain(raw[:2000].decode("utf-8", "replace")) for _, block in tail for raw in block.split(b"\n")]
+def pace(tail: Sequence[tuple[int, bytes]]) -> Pace | None:
+    """Return the times of the end of a file; None if there is too little progress, or the lines have no time."""
+    raws = [item for first, block in tail for item in enumerate(block.split(b"\n"), first)]
+    texts = [plain(raw[:2000].decode("utf-8", "replace")) for _, raw in raws]
     steps = [i for i, text in enumerate(texts) if _PROGRESS.search(text) is not None and time_of(text) is not None]
     times = [at[1] for i in steps if (at := time_of(texts[i])) is not None and at[0] == "iso"]
     if len(times) < FEW or len(times) < len(steps):
         return None
-    rest = texts[steps[-1] + 1 :]
+    rest = [text for text in texts[steps[-1] + 1 :] if text.strip() and _OF_SLURM.search(text) is None]
     shapes = Counter(_NUMBER.sub("#", text) for text in rest)
-    own = [text for text in rest if shapes[_NUMBER.sub("#", text)] < FEW and "CANCELLED" not in text]
+    own = [text for text in rest if shapes[_NUMBER.sub("#", text)] < FEW]
     if any(regex.search(text) is not None for text in own for _, regex in _WELL):
         return None
-    later = [at[1] for text in own if (at := time_of(text)) is not None and at[0] == "iso"]
-    return max([times[-1], *later]), max(b - a for a, b in itertools.pairwise(times))
+    last, end = ([at[1] for text in some if (at := time_of(text)) and at[0] == "iso"] for some in (own, rest))
+    names = {(who.rank, who.name) for text in rest for _, who in messages(text)}
+    alone = FEW <= len(rest) and len(names) == 1 and names != {(None, "")} and all(map(_RETRIES.search, rest))
+    retries = [(raws[i][0], texts[i]) for i in range(steps[-1] + 1, len(texts)) if alone and texts[i] in rest]
+    longest_s = max(b - a for a, b in itertools.pairwise(times))
+    return Pace(max([times[-1], *last]), longest_s, max([times[-1], *end]), tuple(retries))
 
 
 def _names(who: Writer, rank: int | None) -> list[tuple[str, object]]:

@@ -16,6 +16,12 @@ FULL_HOST = Meaning(
     "was killed: the host itself ran out of memory, not a limit of the job",
     "no limit of the job (--mem, resources.limits.memory) was reached: let the ranks of that host hold less (offload to the CPU, copies of the model while it loads, pinned memory, DataLoader workers, checkpoints in /dev/shm), give it fewer ranks or more memory, or see what else holds memory there",
 )
+BY_RAY = Meaning(
+    "rank_lost",
+    "killed",
+    "was killed by Ray's memory monitor: the host ran out of memory",
+    "let the workers of that host hold less of its memory (CPU offload, buffers of the rollout, a leak), start fewer of them there, give it more host memory, or raise RAY_memory_usage_threshold; `dmesg` does not show it, as Ray kills before the kernel does",
+)
 OF_EARLIER_LOG = "the GPU that this rank had in the run before, whose log names node and device"
 RERUN_ELSEWHERE = "resume from the checkpoint that Megatron has saved, with that rank on another GPU, as its log asks: another result there shows a fault of this GPU (test it: `dcgmi diag -r 3`); the same one, the program or its data (that rank's batch, learning rate, clipping)"
 # what Megatron found when it ran an iteration again, and what to do

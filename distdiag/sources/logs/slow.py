@@ -34,7 +34,8 @@ def growth(found: Collected) -> tuple[str, str]:
     """Return (how the host memory in use rises in a log before its host ran out of it, what to do then); empty if it does not."""
     for (name, _, _), series in found.series.items():
         gb = [float(f.fields["gb"]) for f in series] if name == "host_memory" else []
-        if len(gb) >= LEAST and gb[-1] == max(gb) >= GROWN * gb[0]:
+        always = len(gb) >= 2 * LEAST and all(b > a for a, b in itertools.pairwise(gb))
+        if len(gb) >= LEAST and gb[-1] == max(gb) and (always or gb[-1] >= GROWN * gb[0]):
             lines = f"lines {series[0].line:,} to {series[-1].line:,}"
             return (
                 f"; before that, the host memory in use rises from {gb[0]:,.0f} to {gb[-1]:,.0f} GB in the log ({lines})",

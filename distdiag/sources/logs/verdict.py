@@ -27,7 +27,7 @@ from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import AFTER_CAUGHT, STOPS, advice_on_stop
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import MEANINGS, MESSAGES
-from distdiag.sources.logs.writers import Writer, time_of
+from distdiag.sources.logs.writers import Writer, time_of, writer
 from distdiag.terms.signals import signal_name
 from distdiag.terms.units import counted, rough_time
 from distdiag.terms.untrusted import MAX_RANKS
@@ -218,7 +218,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     for r in codes:
         r.after += _printed(found, r)
     lost = lost or [failures.of_reason(r, found, waited) for r in codes[:MAX_FINDINGS]]
-    lost = lost or _last_error(found)
+    lost = lost or _hung(found) or _last_error(found)
     signal = "" if lost else exits.sent(found)
     return (lost or slow.findings(found))[:MAX_FINDINGS], _stopped_by(signal) if signal else None
 
@@ -273,16 +273,31 @@ def _after_caught(finding: Finding, found: Collected) -> Finding:
 
 
 def _hung(found: Collected) -> list[Finding]:
-    """Return the finding on a job that had made no progress for long when the scheduler stopped it."""
-    for f in found.named("cancelled"):
-        end, known = time_of(f.fields["when"]), found.pace.get(f.path)
-        if end is None or known is None or end[0] != "iso":
+    """Return the finding on a job that had made no progress for long when the scheduler stopped it, or its log ends."""
+    stops = {f.path: f for f in found.named("cancelled")}
+    for path, pace in found.pace.items():
+        stop = stops.get(path)
+        end = time_of(stop.fields["when"]) if stop is not None else None
+        end_s = end[1] if end is not None and end[0] == "iso" else pace.end_s
+        retries = pace.retries if len(found.files) == 1 else ()
+        if (silent_s := end_s - pace.last_s) <= max(HUNG_S, HUNG_STEPS * pace.longest_s) or not (stop or retries):
             continue
-        last_s, longest_s = known
-        if (silent_s := end[1] - last_s) > max(HUNG_S, HUNG_STEPS * longest_s):
-            message = f"the job wrote nothing for {rough_time(silent_s)} before Slurm stopped it, after a step every {rough_time(longest_s)} at most: it hung, and the log does not show where"
+        did = "made no step" if pace.end_s > pace.last_s else "wrote nothing"
+        until = " before Slurm stopped it" if stop is not None else ""
+        message = f"the job {did} for {rough_time(silent_s)}{until}, after a step every {rough_time(pace.longest_s)} at most"
+        if not retries and stop is not None:
+            message += ": it hung, and the log does not show where"
             advice = f"more time does not help: take the stacks of all ranks while it hangs (`py-spy dump --pid PID`), leave TORCH_NCCL_ASYNC_ERROR_HANDLING on, and keep {timeouts.DUMPS}"
-            return [finding("stall", "unknown", [f], message, advice)]
+            return [finding("stall", "unknown", [stop], message, advice)]
+        number, text = retries[-1]
+        who = writer(text)
+        name = f"rank {who.rank}" if who.rank is not None else who.name
+        message = f"{name} alone wrote after the last step, {len(retries):,} times that it tries again (line {number:,}: `{shortened(text, 200)}`), and the others most likely wait for it: {message}"
+        advice = "bound these retries (their number, or a time limit), so that this rank fails or takes another source; see whether what it asks for can be reached from its host; more time does not help"
+        fact = Fact("retries", Role.CAUSE, {}, who, path, number, 0, text, rank=who.rank)
+        culprits = () if who.rank is None else (who.rank,)
+        severity = Severity.ERROR if stop is not None or exits.sent(found) else Severity.WARNING
+        return [finding("stall", "unknown", [fact], message, advice, culprits=culprits, severity=severity)]
     return []
 
 
@@ -379,7 +394,10 @@ def _world(found: Collected) -> int | None:
 def _of_the_past(past: list[Fact], facts: list[Fact], failed: bool) -> str:
     """Return a note on failures after which the job went on, and `failed` later or not."""
     went_on = "went on" if failed else "went on or ended well"
-    e = next((f for f in past if f.role is Role.CAUSE), past[0])
+    e = min(past, key=lambda f: (f.role is not Role.CAUSE, f.foreign))
+    if e.foreign:
+        process = f"process {e.fields.get('pid', '')} ({e.fields['comm']})"
+        return f"line {e.line:,}{_of_file(e)} is about {process}, none of this job's processes, and the job {went_on}"
     if e.back is not None:
         down = [f.line for f in (*past, *facts) if f.name == e.name and same_port(f, e) and f.line > e.back.line]
         again = f", and lost again on line {min(down):,}" if down else ""
@@ -440,7 +458,7 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(
             f"NCCL reports on line {warned[0].line:,}{_of_file(warned[0])}: {shortened(warned[0].fields['what'], 160)}"
         )
-    if past := [f for f in found.past if f.path not in found.tests]:
+    if past := [f for f in found.past if f.path not in found.tests and not (judged and f.foreign)]:
         notes.append(_of_the_past(past, found.facts, judged))
     for path, last in [] if judged else list(found.well.items())[:1]:
         after = [f"{number:,}" for p, number, _ in found.unknown if p == path and number > last]

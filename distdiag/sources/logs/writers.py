@@ -29,6 +29,7 @@ _MPI = bounded(
     r"\[\d+,(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,253}))?\]<std(?:out|err)>"
 )  # SageMaker adds names
 _SRUN = bounded(r"^\s*(\d{1,6}): ")
+_HOST_FIRST = bounded(r"^\S{8,12}[ T]\S{6,20} \[(?P<host>[A-Za-z][\w.-]{0,99})\]\[(?P<nth>\d{1,5})\] (?=[A-Z]{4,8}\b)")  # time, host, number
 _BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
 _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
@@ -280,6 +281,8 @@ def _process(head: str, out: Writer) -> None:
             m = inner  # a process passes on the lines of its children, which are named next
         out.process, out.host = m["label"] or m["tp"] or m["pod"] or m["loki"] or m["xla"], m["ip"] or out.host
         out.pid = int(m["pid"]) if m["pid"] else None
+    elif "][" in head and (m := _HOST_FIRST.match(head)) is not None:
+        out.host, out.process = m["host"], f"{m['host']}[{m['nth']}]"
     elif (m := _STERN.match(head)) is not None:
         out.process = m["pod"]
     elif ("|CCL_" in head or "PID:" in head) and (m := _OTHER_PIDS.search(head)) is not None:
