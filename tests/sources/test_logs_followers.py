@@ -209,3 +209,21 @@ def test_a_good_end_and_a_warning_s_text(tmp_path: Path, last: str) -> None:
     assert (
         report.findings == () and "ended well" in " ".join(report.notes) and "UserWarning" not in " ".join(report.notes)
     )
+
+
+FULL_DISK = "OSError: [Errno 28] No space left on device: '/c/k.bin'"
+
+
+def _raised_in(prefix: str, file: str, error: str) -> str:
+    return f'{prefix}Traceback (most recent call last):\n{prefix}  File "{file}", line 5, in read\n{prefix}    get()\n{prefix}{error}\n'
+
+
+@pytest.mark.parametrize(("label", "culprits"), [("Worker_TP2", (2,)), ("Worker_TP2_EP2", (2,)), ("Worker_DP1_TP2", ())])
+def test_a_parent_that_waits_for_its_worker_only_follows(tmp_path: Path, label: str, culprits: tuple[int, ...]) -> None:
+    worker, parent = f"({label} pid=33) ERROR ", "(EngineCore_DP0 pid=20) ERROR "
+    waits = _raised_in(parent, "/v/vllm/distributed/device_communicators/shm_broadcast.py", "TimeoutError")
+    waits += f"{parent}The above exception was the direct cause of the following exception:\n"
+    waits += _raised_in(parent, "/v/vllm/v1/engine/core.py", "TimeoutError: RPC call to execute_model timed out.")
+    f = only(diagnose(tmp_path, _raised_in(worker, "/v/triton/cache.py", FULL_DISK) + waits))
+    assert f.message.startswith(f"{label} pid=33 raised OSError") and f.culprits == culprits
+    assert "which worker did not answer is not in the log" in only(diagnose(tmp_path, waits)).message

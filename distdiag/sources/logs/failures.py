@@ -31,6 +31,7 @@ _SAYS_NOTHING = bounded(
     r" Did you run some cuda functions before calling NumCudaDevices\(\) that might have already set an error\?"
 )
 _ADDRESS, _NUMBER = bounded(r"0x[0-9a-f]+"), bounded(r"0x[0-9a-f]+|\d+")
+_TP_WORKER = bounded(r"Worker_TP(\d{1,4})(?:_EP\d{1,4})? pid=")  # of vLLM, which adds DP and PP if there are several
 _OF_PROGRAM = ("crashed", "gradient", "loss")  # causes that all ranks may have at once
 _OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
 
@@ -277,6 +278,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if nameless and len(awaited) == 1 and awaited == {*absent_ranks(found, waited)}:  # and it alone did not wait
         r.ranks, r.inferred, r.guessed = {q for q in awaited if q is not None}, True, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
+    by_name = {int(m[1]) for name in r.unnamed if (m := _TP_WORKER.match(name))} if not found.ranks else set[int]()
     of_line = bool(r.facts) and bool(r.facts[0].message.about)
     everyone = "" if others or of_line or r.meaning.cause not in _OF_PROGRAM else found.all_of(r.ranks)
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
@@ -310,9 +312,9 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         [*r.reported, *r.facts],
         message,
         advice,
-        culprits=() if everyone or nodes - {""} else ranks,
+        culprits=() if everyone or nodes - {""} else ranks or by_name,
         victims=ranks if everyone else others,
-        sites={q: site for q in ranks if (site := sites.get(q, common)) is not None},
+        sites={q: site for q in ranks or by_name if (site := sites.get(q, common)) is not None},
         proved=bool(ranks)
         and r.meaning.cause != "silent"
         and r.meaning.kind != "mismatch"

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from distdiag.diagnosis.consequences import CONNECTION_LOST, OF_OTHERS
+from distdiag.diagnosis.consequences import AWAITS_WORKERS, CONNECTION_LOST, OF_OTHERS
 from distdiag.sources.dumps.entries import user_site
 from distdiag.sources.logs.build import OF_NODE
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
@@ -341,6 +341,8 @@ class Tracebacks:
         name, role = "exception", Role.CAUSE
         if short in ("DistBackendError", "DistNetworkError") or OF_OTHERS.search(text) is not None:
             name, role = "dist_error", Role.VICTIM
+        elif short == "TimeoutError" and innermost.endswith(AWAITS_WORKERS):
+            name, role = "rpc_late", Role.WAIT
         elif innermost.endswith(_PIPE) and short in ("EOFError", "ConnectionResetError", "BrokenPipeError"):
             name, role = "pipe_lost", Role.VICTIM
         elif _INSIDE.search(innermost) is not None and CONNECTION_LOST.search(text) is not None:
