@@ -712,6 +712,9 @@ def test_fatal_errors_of_devices_of_other_vendors(tmp_path: Path, line: str, cau
     ("unexpected", "judged", "words", "advice"),
     [
         ("nan on rank 6 at", "Possible transient error!", "same GPU (node g-3, device 2)", "test that GPU"),
+        ("nan on rank 6 at", "First rerun: unexpected result is not reproducible within the tolerance (1.5 != nan). Transient error!", "same GPU (node g-3, device 2)", "before that iteration"),
+        ("nan on rank 6 at", "Second rerun: unexpected result is not reproducible on a different GPU", "on another GPU (node g-3, device 2), it got another", "in the run before"),
+        ("nan on rank 6 at", "Second rerun: unexpected result is reproducible on a different GPU, therefore it was likely correct", "got the same result: not a fault of the GPU", "that rank's batch"),
         ("inf at /m/t.py line 8, invokation #1 at", "Possible persistent error!", "the GPU that it had before", "in the run before"),
         ("nan on rank 6 at", "Second rerun: it is not reproducible. Possible persistent error!", "on another GPU (node g-3, device 2)", "in the run before"),
         ("nan at /m/t.py line 8, invokation #1 at", "Correct result (but possible Application error) (x)!", "not a fault of the GPU", "batch"),

@@ -96,9 +96,10 @@ def _of_rerun(r: Reason, found: Collected) -> None:
     if not nan or len(ranks) != 1 or not r.ranks <= ranks:
         return
     last = same[-1].fields
-    text, r.advice = RERUNS[last["what"]]
+    what = next(key for key in RERUNS if key in last)
+    text, r.advice = RERUNS[what]
     r.after += f"; {text.format_map(last)}"
-    if last["what"] == "persistent" and before is not None:
+    if what == "persistent" and before is not None:
         host, device, line = before
         r.after += f": node {host}, device {device} (line {line:,})"
         r.advice = r.advice.replace(OF_EARLIER_LOG, f"device {device} of node {host}")

@@ -26,9 +26,9 @@ OF_EARLIER_LOG = "the GPU that this rank had in the run before, whose log names 
 RERUN_ELSEWHERE = "resume from the checkpoint that Megatron has saved, with that rank on another GPU, as its log asks: another result there shows a fault of this GPU (test it: `dcgmi diag -r 3`); the same one, the program or its data (that rank's batch, learning rate, clipping)"
 # what Megatron found when it ran an iteration again, and what to do
 RERUNS: Mapping[str, tuple[str, str]] = MappingProxyType({
-    "transient": ("run again on the same GPU (node {host}, device {device}), it got another result: probably a fault of that GPU", "test that GPU (`dcgmi diag -r 3`), take its node out if it fails or if this comes back, and resume from the last checkpoint: data and program are probably right"),
+    "transient": ("run again on the same GPU (node {host}, device {device}), it got another result: probably a fault of that GPU", "test that GPU (`dcgmi diag -r 3`), take its node out if it fails or if this comes back, and resume from a checkpoint before that iteration, not from the one that Megatron saves when it stops: data and program are probably right"),
     "persistent": ("run again on another GPU (node {host}, device {device}), it got another result: probably a fault of the GPU that it had before", f"take out {OF_EARLIER_LOG}, and test it (`dcgmi diag -r 3`); resume from the last checkpoint"),
-    "Application": ("run again on another GPU (node {host}, device {device}), it got the same result: not a fault of the GPU", "look at that rank's batch and the loss before it, lower the learning rate, clip gradients"),
+    "application": ("run again on another GPU (node {host}, device {device}), it got the same result: not a fault of the GPU", "look at that rank's batch and the loss before it, lower the learning rate, clip gradients"),
 })  # fmt: skip
 OF_BATCH = "; a last, smaller batch is the most common reason: drop_last=True, pad it, or exchange the sizes first"
 AFTER_CAUGHT = "mend what raised it (filter that sample, or skip it on all ranks alike); a rank that catches an exception must still make the calls that the others make"

@@ -18,7 +18,7 @@ MESSAGES = (
        meaning=Meaning("nonfinite", "gradient", "got gradients that overflow fp16, until the loss scale was at its minimum", "look for NaN in the loss and the data, lower the learning rate, or train in bf16")),
     message("throttled", H, ("Slowdown", r"^\s{4,99}(?P<what>HW (?:Thermal |Power Brake )?Slowdown)\s{1,99}: Active\s*$")),
     message("reran", F, ("First rerun: ", r"\b[Rr]ank (?P<r>\d{1,6}), node (?P<host>[\w.-]{1,253}), device (?P<device>\d{1,4}), iteration #(?P<step>\d{1,18}): First rerun: unexpected result is reproducible\b")),
-    message("rerun", H, (", device ", r"\b[Rr]ank (?P<r>\d+), node (?P<host>[\w.-]{1,253}), device (?P<device>\d+), iteration #(?P<step>\d+): .{0,300}?[Pp]ossible (?P<what>transient|persistent|Application) error")),
+    message("rerun", H, (", device ", r"\b[Rr]ank (?P<r>\d+), node (?P<host>[\w.-]{1,253}), device (?P<device>\d+), iteration #(?P<step>\d+): .{0,300}?(?:(?P<transient>(?i:transient) error|First rerun: unexpected result is not reproducible)|(?P<persistent>(?i:persistent) error|not reproducible on a different GPU)|(?P<application>(?i:application) error|(?<!not )reproducible on a different GPU))")),
     message("ecc", C, ("cudaErrorECCUncorrectable", r"cudaErrorECCUncorrectable"),
        ("uncorrectable ECC error", r"CUDA (?:error|failure).{0,20}uncorrectable ECC error"),
        meaning=Meaning("gpu", "ecc", "has a GPU with an uncorrectable memory error (ECC)", "it is the hardware: take the node out, reset or replace the GPU; `nvidia-smi -q -d ECC`"), own=True, of_process=True),
