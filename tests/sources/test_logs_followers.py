@@ -218,7 +218,9 @@ def _raised_in(prefix: str, file: str, error: str) -> str:
     return f'{prefix}Traceback (most recent call last):\n{prefix}  File "{file}", line 5, in read\n{prefix}    get()\n{prefix}{error}\n'
 
 
-@pytest.mark.parametrize(("label", "culprits"), [("Worker_TP2", (2,)), ("Worker_TP2_EP2", (2,)), ("Worker_DP1_TP2", ())])
+@pytest.mark.parametrize(
+    ("label", "culprits"), [("Worker_TP2", (2,)), ("Worker_TP2_EP2", (2,)), ("Worker_DP1_TP2", ())]
+)
 def test_a_parent_that_waits_for_its_worker_only_follows(tmp_path: Path, label: str, culprits: tuple[int, ...]) -> None:
     worker, parent = f"({label} pid=33) ERROR ", "(EngineCore_DP0 pid=20) ERROR "
     waits = _raised_in(parent, "/v/vllm/distributed/device_communicators/shm_broadcast.py", "TimeoutError")

@@ -174,7 +174,8 @@ def test_a_job_that_wrote_nothing_for_long_before_its_limit_hung(tmp_path: Path,
 
 
 RETRIES = "".join(
-    f"2026-08-20 0{h}:00:00 {{0}} WARNING reader: s3://lake/p-7.zst: Read timeout, retry {h}/inf in 9 s\n" for h in range(2, 8)
+    f"2026-08-20 0{h}:00:00 {{0}} WARNING reader: s3://lake/p-7.zst: Read timeout, retry {h}/inf in 9 s\n"
+    for h in range(2, 8)
 )
 ENDED_BY = "srun: error: n1: tasks 0-3: Terminated\n"
 
@@ -187,7 +188,10 @@ def test_a_rank_that_alone_goes_on_with_retries_is_what_the_job_waits_for(
     steps = "".join(f"2026-08-20 01:0{m}:00 [rank0] step {m} loss 2.0\n" for m in range(6))
     f = only(diagnose(tmp_path, steps + RETRIES.format(prefix) + end))
     assert about(f) == ("stall", "unknown", culprits, ()) and f.severity == ("error" if end else "warning")
-    assert f.message.startswith(f"{who} alone wrote after the last step, 6 times that it tries again") and "p-7.zst" in f.message
+    assert (
+        f.message.startswith(f"{who} alone wrote after the last step, 6 times that it tries again")
+        and "p-7.zst" in f.message
+    )
     assert "wrote nothing" not in f.message and "bound these retries" in f.advice
     others = diagnose(tmp_path, steps + RETRIES.format(prefix) + RETRIES.format("[rank2]") + LIMIT)
     assert only(others).culprits == () and "alone" not in only(others).message

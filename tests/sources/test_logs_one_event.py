@@ -553,6 +553,10 @@ def test_a_port_that_the_kernel_and_nccl_report_is_one_event_of_the_host(tmp_pat
     nccl = "h-9:7:9 [4] transport/net_ib.cc:123 NCCL WARN NET/IB : mlx5_4:1 Got async event : port error\n"
     assert only(diagnose(tmp_path, link + nccl)).message.startswith("host h-9 lost a port of the network: mlx5_core")
     assert only(diagnose(tmp_path, nccl)).message.startswith("host h-9 lost a port of the network: mlx5_4:1")
+    module = "2031-03-02T08:00:00+00:00 h-9 kernel: mlx5_core 0000:9a:00.0: Port module event[error]: module 0, Cable error, Bus stuck (I2C)\n"
+    assert "reported of its module: Cable error, Bus stuck (line 1)" in only(diagnose(tmp_path, module + link)).message
+    other = module.replace("9a:", "9b:")
+    assert "module" not in only(diagnose(tmp_path, other + link)).message
 
 
 def test_rays_memory_monitor_names_the_node_of_a_rank(tmp_path: Path) -> None:

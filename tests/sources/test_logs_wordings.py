@@ -409,3 +409,35 @@ def test_only_a_log_that_names_a_gpu_is_said_to_be_of_one(tmp_path: Path, error:
     f = only(diagnose(tmp_path, raised(2, error)))
     assert f.message.startswith(f"rank 2 ran out of {'GPU' if gpu else 'device'} memory")
     assert ("nvidia-smi" in f.advice) is gpu
+
+
+_GLOO = "[rank{}]:[E602 10:14:36.3 ProcessGroupGloo.cpp:143] Gloo connectFullMesh failed with [/b/gloo/transport/tcp/pair.cc:{}] {}\n"
+
+
+def test_ranks_that_gloo_could_not_connect_and_those_whose_connections_were_closed(tmp_path: Path) -> None:
+    refused = "timed out connecting: SO_ERROR: Connection refused, remote=[{}]:17182"
+    closed = "".join(_GLOO.format(r, 547, "Connection closed by peer [10.6.0.11]:41102") for r in (4, 5))
+    inside = "".join(_GLOO.format(r, 144, refused.format("127.0.1.1")) for r in (0, 1))
+    f = only(diagnose(tmp_path, inside + closed))
+    assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "configuration", (4, 5), (0, 1))
+    assert "gloo on ranks 0, 1 could not connect to a rank at 127.0.1.1" in f.message and "getent hosts" in f.advice
+    assert only(diagnose(tmp_path, inside)).culprits == ()
+    f = only(diagnose(tmp_path, _GLOO.format(0, 144, refused.format("10.6.0.12")) + closed))
+    assert f.message.startswith("gloo on rank 0 could not connect") and "remote=[10.6.0.12]:17182" in f.message
+    assert "ranks 4, 5" in only(diagnose(tmp_path, closed)).message
+
+
+def test_a_full_dev_shm_of_nccl_is_no_matter_of_loaders(tmp_path: Path) -> None:
+    line = "n1:5:7 [1] misc/shmutils.cc:129 NCCL WARN Error while creating shared memory segment /dev/shm/nccl-Ab1 (size 9637888), error: No space left on device (28)\n"
+    f = only(diagnose(tmp_path, line))
+    assert "nccl-*" in f.advice and "DataLoader" not in f.advice
+
+
+@pytest.mark.parametrize(
+    ("end", "well"), [("after 90 iterations", True), ("at iteration 90", True), ("after receiving SIGTERM.", False)]
+)
+def test_megatron_reports_its_end(tmp_path: Path, end: str, well: bool) -> None:
+    report = diagnose(
+        tmp_path, f" iteration 90/ 90 | lm loss: 1.5 |\n[exiting program {end}] datetime: 2031-03-20 18:12:03\n"
+    )
+    assert any("ended well" in note for note in report.notes) is well

@@ -155,6 +155,12 @@ def of_failed(found: Collected, facts: Sequence[Fact]) -> Blamed:
     return (), job_ranks([f for f in facts if f.role is not Role.HINT])
 
 
+def gave_loopback(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    """Return the ranks whose connections were only closed, where others tried to reach them at an address inside each host."""
+    failed = {*job_ranks(facts)}
+    return {*job_ranks(found.named("full_mesh"))} - failed, failed
+
+
 def silent(found: Collected, facts: Sequence[Fact]) -> Blamed:
     ranks = job_ranks(facts)
     return absent_ranks(found, ranks) if len(ranks) > 1 else (), ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 from distdiag.guard import TOGETHER, Announce, stored_bytes
 from distdiag.sources.logs import later, lines
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
-from distdiag.sources.logs.gpu_memory import memory_of_others
+from distdiag.sources.logs.gpu_memory import held_by_left
 from distdiag.sources.logs.hosts import LASTING
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.learned import Learned
@@ -158,14 +158,16 @@ class Collector:
             f
             for f in facts
             if f.name == "rerun"  # it is about an earlier run
-            or (f.run[0] == launch and (f.run[1] >= attempt or not LASTING.isdisjoint(f.fields)))
-            and f.run[1] not in follow
+            or (
+                (f.run[0] == launch and (f.run[1] >= attempt or not LASTING.isdisjoint(f.fields)))
+                and f.run[1] not in follow
+            )
         ]
 
     def _by_what_was_left(self, facts: list[Fact]) -> bool:
         """True if all own failures of an attempt follow from processes of an earlier one, which have not ended."""
         own = [f for f in facts if f.role is Role.CAUSE]
-        return bool(own) and all(f.message.by_left or memory_of_others(f, self.result).whose == "left" for f in own)
+        return bool(own) and all(f.message.by_left or held_by_left(f, self.result) for f in own)
 
     def _since_stop(self, path: Path, facts: list[Fact]) -> list[Fact]:
         """Return the facts after the last stop from outside after which the job was started again, and then failed."""

@@ -39,6 +39,7 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
     reasons = _of_devices(_without_repeats(_of_one_remedy(_of_thread(_of_worker(reasons)))))
     for r in reasons:
         _of_port(r, found)
+        _of_module(r, found.named("port_module"))
     return reasons
 
 
@@ -115,6 +116,14 @@ def _of_port(r: Reason, found: Collected) -> None:
     port = r.facts[0].fields.get("port")
     if len(addresses) == 1 and not addresses & {"localhost", "127.0.0.1", "::1"} and (not ports or ports == {port}):
         r.after += f"; the job's store is on {min(addresses)}, by the master address in the log"
+
+
+def _of_module(r: Reason, reports: list[Fact]) -> None:
+    """Add to a link that was lost what the kernel reported of its module: of the cable or the transceiver."""
+    first = r.facts[0]
+    own = [f for f in reports if first.name == "port_error" and f.fields["device"] in first.text and before(f, first)]
+    if own:
+        r.after += f"; before that, the kernel reported of its module: {own[-1].fields['what']} (line {own[-1].line:,})"
 
 
 def _of_all(r: Reason, found: Collected) -> None:

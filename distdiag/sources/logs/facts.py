@@ -12,9 +12,11 @@ from distdiag.sources.logs.message import Message, Role
 from distdiag.sources.logs.patterns import MESSAGES
 from distdiag.sources.logs.recorded import Recorded
 from distdiag.sources.logs.writers import Writer
-from distdiag.terms.untrusted import MAX_INT
+from distdiag.terms.untrusted import MAX_INT, bounded
 
 MAX_WRITERS = 1 << 16
+# names of processes that can be of a job of torch
+_OF_JOB = bounded(r"(?i:python|pt_|torch|ray|train|deepspeed|accelerate|vllm|mpi|worker|rank|main)")
 
 
 @dataclass(slots=True)
@@ -46,7 +48,6 @@ class Fact:
     logged: bool = False  # a line of the program's own log has its traceback: it was caught, whatever came of it
     of_host: bool = False  # only the kernel or the host of a node writes its file
     early: bool = False  # it came before the job began
-    foreign: bool = False  # the kernel names a process that this job has not
     doubtful: bool = False  # progress came after it, too little to show that the job survived it
     direct: bool = False  # the next exception was raised from it
     engine: bool = False  # raised inside an inference engine
@@ -66,6 +67,11 @@ class Fact:
     def message(self) -> Message:
         """Return the record of its message."""
         return MESSAGES[self.name]
+
+    @property
+    def foreign(self) -> bool:
+        """True if the kernel names a process that this job has not, by its pid and its name."""
+        return self.rank is None and _OF_JOB.match(self.fields.get("comm", "python")) is None
 
     def number(self, key: str) -> int | None:
         """Return a field as a number; None if the line lacks it, or it exceeds any count."""
@@ -153,7 +159,7 @@ class Collected:
     pace: dict[Path, Pace] = field(default_factory=dict)
     local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)
     closed: dict[str, tuple[int, int]] = field(default_factory=dict)  # run of the pids of ranks that torchrun ended
-    followed: list[Fact] = field(default_factory=list)  # the first failure of each attempt that failed by what these left
+    followed: list[Fact] = field(default_factory=list)  # of attempts that failed by what these left
     servers: set[str] = field(default_factory=set)  # hosts of the job's store, to which clients lost their connections
     tests: set[Path] = field(default_factory=set)  # as in `Later`
     reran: dict[tuple[int, str], tuple[str, str, int]] = field(

@@ -40,10 +40,20 @@ class Held(NamedTuple):
     whose: str = ""
 
 
+def _left(f: Fact, found: Collected) -> set[str]:
+    """Return the processes of earlier attempts, which torchrun has asked to end."""
+    return {pid for pid, run in found.closed.items() if run < f.run}
+
+
+def held_by_left(f: Fact, found: Collected) -> bool:
+    """True if a process of an earlier attempt holds more of the full GPU than any other."""
+    held = {pid: _gib(size) for pid, *size in _MEMORY.findall(f.fields.get("what", ""))}
+    return f.name == "cuda_oom" and bool(held) and max(held, key=held.__getitem__) in _left(f, found)
+
+
 def memory_of_others(f: Fact, found: Collected) -> Held:
     """Return what others hold of the full GPU, by the message."""
-    what = f.fields.get("what", "")
-    left = {pid for pid, run in found.closed.items() if run < f.run}
+    what, left = f.fields.get("what", ""), _left(f, found)
     job = {pid: rank for pid, rank in found.pids.items() if pid not in left}
     held = {pid: _gib(size) for pid, *size in _MEMORY.findall(what)}
     own = {str(f.who.pid), *(pid for pid, rank in job.items() if rank is not None and rank == f.rank)} & held.keys()

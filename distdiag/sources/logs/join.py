@@ -33,8 +33,6 @@ _INSIDE = bounded(r"127\.|169\.254\.|::1$|fe80:")  # addresses that are not of t
 _UNREACHED = bounded(r"refused|No route|unreachable|timed out")
 _FUNCTION = bounded(r"\.\d$")  # of a PCI device
 _NUMBER = bounded(r"\d{1,6}")
-# names of processes that can be of a job of torch
-_OF_JOB = bounded(r"(?i:python|pt_|torch|ray|train|deepspeed|accelerate|vllm|mpi|worker|rank|main)")
 
 
 def join(found: Collected) -> Collected:
@@ -88,8 +86,6 @@ def join(found: Collected) -> Collected:
     found.ranks |= {r for ranks in found.by_path.values() for r in ranks if is_rank(r)}
     found.ranks |= {r for r in found.rank_of.values() if r is not None} | set(of_file.values())
     _of_full_pods(found)
-    for f in found.facts:
-        f.foreign = _of_another_job(f)
     found.past += [f for f in found.facts if f.foreign]
     found.facts = [f for f in found.facts if not f.foreign]
     if stops := [f for f in found.facts if f.role is Role.STOP and f.name != "interrupted"]:
@@ -281,11 +277,6 @@ def _process_of_device(found: Collected, f: Fact) -> str:
     hosts = {host for host, device in found.devices if device == pci}
     host = f.who.host or (min(hosts) if len(hosts) == 1 else "")
     return found.devices.get((host, pci), "")
-
-
-def _of_another_job(f: Fact) -> bool:
-    """True if the kernel names a process that this job has not, by its pid and its name."""
-    return f.rank is None and _OF_JOB.match(f.fields.get("comm", "python")) is None
 
 
 def _after_stop(f: Fact, stops: Collection[Fact]) -> bool:

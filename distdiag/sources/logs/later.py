@@ -82,6 +82,7 @@ _WELL = (
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b|, (?:cleaning up|destroying|shutting down)\b)" + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
+    ("file", bounded(r"\[exiting program (?:after \d{1,12} (?:iterations|minutes)|at iteration \d{1,12})\]")),  # Megatron
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
@@ -306,17 +307,23 @@ def pace(tail: Sequence[tuple[int, bytes]]) -> Pace | None:
     times = [at[1] for i in steps if (at := time_of(texts[i])) is not None and at[0] == "iso"]
     if len(times) < FEW or len(times) < len(steps):
         return None
-    rest = [text for text in texts[steps[-1] + 1 :] if text.strip() and _OF_SLURM.search(text) is None]
+    after = [(raws[i][0], texts[i]) for i in range(steps[-1] + 1, len(texts))]
+    after = [line for line in after if line[1].strip() and _OF_SLURM.search(line[1]) is None]
+    rest = [text for _, text in after]
     shapes = Counter(_NUMBER.sub("#", text) for text in rest)
     own = [text for text in rest if shapes[_NUMBER.sub("#", text)] < FEW]
     if any(regex.search(text) is not None for text in own for _, regex in _WELL):
         return None
     last, end = ([at[1] for text in some if (at := time_of(text)) and at[0] == "iso"] for some in (own, rest))
     names = {(who.rank, who.name) for text in rest for _, who in messages(text)}
-    alone = FEW <= len(rest) and len(names) == 1 and names != {(None, "")} and all(map(_RETRIES.search, rest))
-    retries = [(raws[i][0], texts[i]) for i in range(steps[-1] + 1, len(texts)) if alone and texts[i] in rest]
+    alone = len(rest) >= FEW and len(names) == 1 and names != {(None, "")} and all(map(_RETRIES.search, rest))
     longest_s = max(b - a for a, b in itertools.pairwise(times))
-    return Pace(max([times[-1], *last]), longest_s, max([times[-1], *end]), tuple(retries))
+    return Pace(
+        max([times[-1], *last]) if not alone else times[-1],
+        longest_s,
+        max([times[-1], *end]),
+        tuple(after) if alone else (),
+    )
 
 
 def _names(who: Writer, rank: int | None) -> list[tuple[str, object]]:

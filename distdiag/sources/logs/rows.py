@@ -72,8 +72,16 @@ def _too_many(fact: Fact) -> bool:
     return (fact.number("joined") or 0) > (fact.number("expected") or 0)
 
 
+def _could_not_connect(fact: Fact) -> bool:
+    return "closed by" not in fact.fields["reason"]
+
+
 _LATE, _LOST = "timeout/late_rank", "rank_lost/silent"
 _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
+_MESH = "gloo on {who}{on} could not connect to every other rank: {reason}"
+_SHARED = "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"
+_ITSELF = "gloo on {who}{on} could not connect to a rank at {peer}, an address by which each host means itself"
+_OWN_NAME = "{there} own host name must lead to an address that the others reach: `getent hosts $(hostname)` must not print 127.* (/etc/hosts); or set GLOO_SOCKET_IFNAME on all nodes to the interface that they share"
 _ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
 _RDMA = remedy("ibv_modify_qp failed", _ENDED)
 _STARTED = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
@@ -194,8 +202,11 @@ START_ROWS = (
     Row("full_mesh loopback", _LOST, "gloo on {who} could not connect to every other rank: {loops} cannot resolve its own host name, so gloo listens there on the loopback address, which no other host reaches",
         "set GLOO_SOCKET_IFNAME on all nodes to the interface that they share, in the environment of the processes themselves (with Ray: before `ray start`); or give that host its own name and address (/etc/hosts): `getent hosts $(hostname)`",
         when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, blames=blamed.of_failed, subject="a node", more=lambda facts: {"loops": some([_where(f) for f in facts if f.name == "loopback"])}),
-    Row("full_mesh", _LOST, "gloo on {who}{on} could not connect to every other rank: {reason}",
-        "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason", subject="a node"),
+    Row("full_mesh", "rank_lost/configuration", _ITSELF + ": the host of that rank gave it as its own", _OWN_NAME.format(there="each host's"),
+        (_ITSELF + ": {culprits}, whose connections were then closed, most likely gave it", _OWN_NAME.format(there="on the host of {culprits}, its")),
+        pick=lambda f: f.fields.get("peer", "").startswith("127."), blames=blamed.gave_loopback, subject="a node"),
+    Row("full_mesh", _LOST, _MESH, _SHARED, pick=_could_not_connect, subject="a node"),
+    Row("full_mesh", _LOST, _MESH, _SHARED, subject="a node"),
     Row("keep_alive rendezvous", _LOST, "torchrun lost its rendezvous: its port was in use at the start (line {taken}), so it used the store that another launcher serves there, most likely one of another job, and that one ended",
         "give each job on this host its own store: torchrun --standalone, or another port (--rdzv-endpoint=localhost:0, --master-port); then resume from the newest checkpoint; if both launchers are of this job, read the other one's log",
         when=lambda facts: "taken" in facts[0].fields, subject="a node"),

@@ -279,20 +279,23 @@ def _hung(found: Collected) -> list[Finding]:
         stop = stops.get(path)
         end = time_of(stop.fields["when"]) if stop is not None else None
         end_s = end[1] if end is not None and end[0] == "iso" else pace.end_s
-        retries = pace.retries if len(found.files) == 1 else ()
-        if (silent_s := end_s - pace.last_s) <= max(HUNG_S, HUNG_STEPS * pace.longest_s) or not (stop or retries):
+        if (silent_s := end_s - pace.last_s) <= max(HUNG_S, HUNG_STEPS * pace.longest_s):
             continue
         did = "made no step" if pace.end_s > pace.last_s else "wrote nothing"
         until = " before Slurm stopped it" if stop is not None else ""
-        message = f"the job {did} for {rough_time(silent_s)}{until}, after a step every {rough_time(pace.longest_s)} at most"
-        if not retries and stop is not None:
+        message = (
+            f"the job {did} for {rough_time(silent_s)}{until}, after a step every {rough_time(pace.longest_s)} at most"
+        )
+        if not pace.retries or len(found.files) > 1:
+            if stop is None:
+                continue
             message += ": it hung, and the log does not show where"
             advice = f"more time does not help: take the stacks of all ranks while it hangs (`py-spy dump --pid PID`), leave TORCH_NCCL_ASYNC_ERROR_HANDLING on, and keep {timeouts.DUMPS}"
             return [finding("stall", "unknown", [stop], message, advice)]
-        number, text = retries[-1]
+        number, text = pace.retries[-1]
         who = writer(text)
         name = f"rank {who.rank}" if who.rank is not None else who.name
-        message = f"{name} alone wrote after the last step, {len(retries):,} times that it tries again (line {number:,}: `{shortened(text, 200)}`), and the others most likely wait for it: {message}"
+        message = f"{name} alone wrote after the last step, {len(pace.retries):,} times that it tries again (line {number:,}: `{shortened(text, 200)}`), and the others most likely wait for it: {message}"
         advice = "bound these retries (their number, or a time limit), so that this rank fails or takes another source; see whether what it asks for can be reached from its host; more time does not help"
         fact = Fact("retries", Role.CAUSE, {}, who, path, number, 0, text, rank=who.rank)
         culprits = () if who.rank is None else (who.rank,)

@@ -9,6 +9,7 @@ _PEER = r"(?P<peer>[^\s<>\]]+?)(?:<\d+>|\]?:\d+|\s|$)"
 MESSAGES = (
     message("port_active", F, ("ort active", r"NCCL WARN NET/\w+ ?: (?:(?P<dev>\S{1,40}) )?Got async event : port active"),
        ("ink ", r"\b(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:ACTIVE|[Uu]p)\b")),
+    message("port_module", H, ("Port module event", r"\bmlx5_core (?P<device>[\da-f:.]{7,16}): Port module event\[error\]: module \d{1,3}, (?P<what>\w[^(]{2,80}?)\s*(?:\(|$)")),
     message("port_error", C, ("ink ", r"\b(?P<what>(?:mlx|bnxt|ice|ixgbe|i40e|ib|en|et|bond)\w* .{0,40}?(?P<dev>[\w.]{2,40}): (?:Port: \d+ |NIC )?Link (?:is )?(?:DOWN|[Dd]own))\b"),
        ("Got async event", r"NCCL WARN NET/\w+ ?: (?P<what>(?:(?P<dev>\S{1,40}) )?Got async event : .{0,60}(?:port error|down|catastrophic|fatal).*)"),
        meaning=Meaning("rank_lost", "silent", "lost a port of the network: {what}", "see that host's `ibstat`, `dmesg -T` and the switch: cable, transceiver or port; NCCL survives only an outage that is shorter than its retries (NCCL_IB_TIMEOUT, NCCL_IB_RETRY_CNT)"), own=True, of_node=True, once="host"),

@@ -49,5 +49,5 @@ MESSAGES = (
        ("EADDRINUSE", r"EADDRINUSE"),
        meaning=Meaning("rank_lost", "crashed", "could not listen: {port} is in use", TAKEN_PORT), of_program=True, by_left=True),
     message("loopback", H, ("Using the loopback address", r"Unable to resolve hostname to a .{0,9}address\. Using the loopback address")),
-    message("full_mesh", S, ("connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?P<reason>.*)"), unstarted=True),
+    message("full_mesh", S, ("connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?:\[[^\]\s]{0,160}:\d{1,6}\] )?(?P<reason>.*?(?:,? remote=\[(?P<peer>[^\]\s]{1,253})\].*)?)$"), unstarted=True),
 )  # fmt: skip
