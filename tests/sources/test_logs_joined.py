@@ -193,6 +193,8 @@ def test_a_rank_that_alone_goes_on_with_retries_is_what_the_job_waits_for(
         and "p-7.zst" in f.message
     )
     assert "wrote nothing" not in f.message and "bound these retries" in f.advice
+    tasks = "srun: error: n0: tasks 0-3: Terminated\nsrun: error: n1: tasks 4-7: Terminated\n"
+    assert only(diagnose(tmp_path, steps + RETRIES.format(prefix) + tasks)).culprits == (5,)
     others = diagnose(tmp_path, steps + RETRIES.format(prefix) + RETRIES.format("[rank2]") + LIMIT)
     assert only(others).culprits == () and "alone" not in only(others).message
     assert "made no step" in only(others).message and "wrote nothing" not in only(others).message

@@ -294,9 +294,15 @@ def _hung(found: Collected) -> list[Finding]:
             return [finding("stall", "unknown", [stop], message, advice)]
         number, text = pace.retries[-1]
         who = writer(text)
-        name = f"rank {who.rank}" if who.rank is not None else who.name
+        nth = who.process.rpartition("[")[2].removesuffix(
+            "]"
+        )  # by its host, which srun's lines may show with its ranks
+        if who.rank is None and nth.isdecimal() and int(nth) in found.on_host.get(who.host, ()):
+            who.rank = int(nth)
+        name = who.name if who.rank is None else f"rank {who.rank}" + f" on {who.host}" * bool(who.host)
         message = f"{name} alone wrote after the last step, {len(pace.retries):,} times that it tries again (line {number:,}: `{shortened(text, 200)}`), and the others most likely wait for it: {message}"
-        advice = "bound these retries (their number, or a time limit), so that this rank fails or takes another source; see whether what it asks for can be reached from its host; more time does not help"
+        advice = "bound these retries (their number, or a time limit), so that this rank fails or takes another source; see whether what it asks for can be reached from its host"
+        advice += "; more time does not help" * (stop is not None)
         fact = Fact("retries", Role.CAUSE, {}, who, path, number, 0, text, rank=who.rank)
         culprits = () if who.rank is None else (who.rank,)
         severity = Severity.ERROR if stop is not None or exits.sent(found) else Severity.WARNING
