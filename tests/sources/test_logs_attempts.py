@@ -172,6 +172,11 @@ def test_an_attempt_that_fails_by_itself_is_judged_and_the_one_before_is_a_note(
     report = diagnose(tmp_path, raised(2, "KeyError: 'router'") + LEFT + raised(1, "ValueError: x"))
     assert only(report).culprits == (1,)
     assert any("KeyError" in n and "nothing shows that it follows from them" in n for n in report.notes)
+    third = CLOSING.format(50) + AGAIN.format(1) + _full(0, 50)
+    report = diagnose(tmp_path, raised(2, "KeyError: 'router'") + LEFT + raised(1, "ValueError: x") + third)
+    assert only(report).culprits == (1,)
+    assert any("the last run in the log that failed by itself; 1 run before it" in n for n in report.notes)
+    assert any("1 later one failed by what it had left" in n for n in report.notes)
 
 
 def test_each_full_gpu_has_its_own_holder_and_the_attempt_before_is_no_rank(tmp_path: Path) -> None:

@@ -483,12 +483,12 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         ended = "ended" if any(f.role is Role.STOP for f in found.before) else "failed"
         apart = "; nothing shows that it follows from them" if found.before and ended == "failed" else ""
         notes.append(
-            f"judged: the last run in the log; {counted(found.left_out, 'run')} before it (restarted, or appended) {ended}, too{how}{apart}"
+            f"judged: the last run in the log{' that failed by itself' * bool(found.followed)}; {counted(found.left_out, 'run')} before it (restarted, or appended) {ended}, too{how}{apart}"
         )
     if found.followed:
         how = "; ".join(f"{_in_short(f)}{memory_of_others(f, found).text}" for f in found.followed[:2])
         notes.append(
-            f"judged: the first attempt; {counted(len(found.followed), 'later one')} failed by what it had left, so end its processes before a restart: {how}"
+            f"judged: an attempt that failed by itself; {counted(len(found.followed), 'later one')} failed by what it had left, so end its processes before a restart: {how}"
         )
     if not found.recorded:
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"
