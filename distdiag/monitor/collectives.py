@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distdiag.diagnosis.model.snapshot import Arrival, Call, CompletedConflict, Group, Snapshot
-from distdiag.diagnosis.waits.compatible import conflict, signature
+from distdiag.diagnosis.waits.compatible import first_conflict
 from distdiag.monitor.fields import shared
 from distdiag.store.rows import CollectiveRow
 
@@ -103,13 +103,9 @@ class Collectives:
         """Keep a collective that completed although the ranks' arguments differ: the values are wrong, and nothing raised."""
         if len(self.completed_conflicts) >= 8 or any(call.failed for call in calls.values()):
             return
-        ranks = list(calls)
-        first = signature(calls[ranks[0]])
-        for q in ranks[1:]:
-            cause = conflict(first, signature(calls[q]), backend)
-            if cause is not None:  # of size, too: gloo fills a part of a larger tensor, without an error
-                self.completed_conflicts.append(CompletedConflict(key[0], key[1], cause, calls))
-                return
+        cause = first_conflict(calls.values(), backend)
+        if cause is not None:  # of size, too: gloo fills a part of a larger tensor, without an error
+            self.completed_conflicts.append(CompletedConflict(key[0], key[1], cause, calls))
 
 
 def _of_call(call: Call) -> dict[str, Any]:

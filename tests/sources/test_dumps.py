@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,6 +133,42 @@ def test_a_rank_alone_in_a_collective_is_the_culprit(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, job))
     assert summary(f) == ("deadlock", "missing_rank", (4,))
     assert [(w.rank, w.line) for w in f.where] == [(4, 58)]
+
+
+def all_completed(tmp_path: Path, **odd: Any) -> Report:
+    """Let all collectives of a job complete; rank 2's call of one of them has other arguments."""
+    job = trained(Job(4, {"tp": ("tp", (0, 1, 2, 3))}))
+    for r in range(4):
+        job.issue(r, "all_reduce", "tp", True, **(odd if r == 2 else {}))
+    return diagnose(tmp_path, trained(job))
+
+
+def test_a_collective_that_completed_with_another_dtype_is_reported(tmp_path: Path) -> None:
+    report = all_completed(tmp_path, dtype="Half", line=188)
+    f = only(report)
+    assert summary(f) == ("mismatch", "dtype", (2,)) and f.certainty == "proved" and f.collective_completed
+    assert f.message.startswith(
+        "all_reduce #21 (tp) completed, but the ranks called it with different arguments: rank 2: float16"
+    )
+    assert [(w.rank, w.line) for w in f.where] == [(2, 188)] and report.state == "degraded"
+
+
+def test_a_completed_collective_of_other_sizes_is_reported_unless_the_numbers_do_not_belong_together(
+    tmp_path: Path,
+) -> None:
+    assert summary(only(all_completed(tmp_path, shape=(7,)))) == ("mismatch", "shape", (2,))
+    job = trained(Job(4))
+    for r in range(4):
+        job.issue(r, "all_reduce", "0", True, shape=(7 if r == 2 else 9,))
+        job.issue(r, "all_reduce" if r == 2 else "broadcast", "0", True)
+    assert quiet(diagnose(tmp_path / "apart", job))
+
+
+def test_completed_all_to_alls_of_different_sizes_are_no_mismatch(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    for r in range(4):
+        job.issue(r, "all_to_all", "0", True, shape=(7 + r,))
+    assert quiet(diagnose(tmp_path, job))
 
 
 def test_a_device_that_has_not_begun_the_operation_is_the_culprit(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import CompletedConflict, Life, Snapshot
 from distdiag.diagnosis.text.conflict import THREADS_ADVICE
+from distdiag.diagnosis.text.incident import group_label
 from distdiag.diagnosis.text.incident_finding import incident_findings
 from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import Template
@@ -53,7 +54,7 @@ def completed(s: Snapshot) -> list[Finding]:
 # -- wording ----------------------------------------------------------------------------------------------------------
 
 COMPLETED = Template(kind, "dtype",
-    "{op} #{seq} ({group}) completed, but the ranks called it with different arguments: {each}",
+    "{op} #{seq:,} ({group}) completed, but the ranks called it with different arguments: {each}",
     "the result is wrong, without an error",
     "make size, dtype, root and operation the same on every rank before the call", proved=True)  # fmt: skip
 TWO_THREADS = Template(kind, "shape",
@@ -80,14 +81,15 @@ def _completed(s: Snapshot, conflict: CompletedConflict) -> Finding:
     what = {q: words.get(cause, lambda c: c.op)(c) for q, c in sorted(calls.items())}
     odd = minority(what)
     rest = [q for q in what if q not in odd]
+    sides = sorted(by_value(what).items(), key=lambda side: side[1][0] not in odd)
     call, sites = next(iter(calls.values())), {q: c.site for q, c in calls.items()}
     return COMPLETED(
         cause=cause, culprits=odd, victims=rest,
-        collective=CollectiveRef(call.op, conflict.group, conflict.seq, call.bytes),
+        collective=CollectiveRef(op_name(call.op), group_label(s, conflict.group), conflict.seq, call.bytes),
         where=wheres(s, odd or rest, "user_code", sites),
         waiting=wheres(s, rest, "user_code", sites) if odd else (), first_seen_s=call.entered_s, completed=True,
-        op=call.op, seq=conflict.seq, group=conflict.group,
-        each="; ".join(f"{rank_list(side)}: {what}{at(sites[side[0]])}" for what, side in by_value(what).items()),
+        op=op_name(call.op), seq=conflict.seq, group=group_label(s, conflict.group),
+        each="; ".join(f"{rank_list(side)}: {what}{at(sites[side[0]])}" for what, side in sides),
     )  # fmt: skip
 
 

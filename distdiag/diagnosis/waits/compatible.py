@@ -7,7 +7,7 @@ variants. A mismatch is reported only if the calls are incompatible under every 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 from distdiag.diagnosis.model.snapshot import Call
@@ -93,3 +93,9 @@ def conflict(a: Signature, b: Signature, backend: str = "") -> str | None:
                 continue  # NCCL takes lists of tensors of different sizes; gloo aborts where it gathers
             return cause
     return None
+
+
+def first_conflict(calls: Iterable[Call], backend: str) -> str | None:
+    """Return why the first of the calls and another one can never complete together; None if all may."""
+    first, *others = map(signature, calls)
+    return next((cause for other in others if (cause := conflict(first, other, backend)) is not None), None)

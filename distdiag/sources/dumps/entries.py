@@ -81,6 +81,13 @@ class Entry(msgspec.Struct, gc=False, rename={"seq": "collective_seq_id", "p2p_s
         return bool(self.retired) and not self.completed and by_hook(self.profiling_name.partition(":")[0])
 
     @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Return what is equal in equal calls, and in an all_to_all that may send other sizes."""
+        known = compatible.family(self.profiling_name)
+        sized = known is None or known.same_size != "none"
+        return self.profiling_name, self.input_dtypes, self.output_dtypes, self.input_sizes if sized else None
+
+    @property
     def ends_batch(self) -> bool:
         """True if it closes a batch: `nccl:coalesced`, since torch 2.7 also `nccl:ALLGATHER_coalesced`."""
         head, _, last = self.profiling_name.rpartition("coalesced")

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, RankState, Snapshot
 from distdiag.diagnosis.model.visits import Visits
+from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import conflict_at
 from distdiag.sources.dumps import late_ranks
 from distdiag.sources.dumps.content import DumpFile
@@ -83,7 +84,10 @@ class SnapshotBuilder(Groups):
                 visits=visits.known(),
             )
         t = max((times.newest_s or 0.0 for times in self.report.times.values()), default=0.0)
-        found = Snapshot(t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps")
+        found = Snapshot(
+            t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps",
+            completed_conflicts=self._completed_conflicts(),
+        )  # fmt: skip
         self.report.late = late_ranks.find(found, self._timeouts_s())
         return _with_open_conflicts(found, uncounted)
 
@@ -177,6 +181,34 @@ class SnapshotBuilder(Groups):
                 call = scan.call(e, self.t0_ns)
                 out[key, seq] = replace(call, op="coalesced") if (key, seq) in out else call
         return list(out.values())
+
+    def _completed_conflicts(self) -> tuple[CompletedConflict, ...]:
+        """Return the collectives that all members completed with different arguments, oldest first.
+
+        Only where all calls are recorded. In a group in which operations differ, too, the ranks' numbers seem not to belong together.
+        """
+        first: dict[tuple[str, int], Entry] = {}
+        odd: dict[tuple[str, int], dict[int, list[Call]]] = {}
+        files = [(rank, scan) for rank, scans in self.scans.items() for scan in scans]
+        for collect in (False, True):
+            for rank, scan in files:
+                for e in scan.file.entries:
+                    if e.is_p2p or e.ends_batch or not e.completed:
+                        continue
+                    key = scan.keys[e.group], e.seq
+                    if collect and key in odd:
+                        odd[key].setdefault(rank, []).append(scan.call(e, self.t0_ns))
+                    elif not collect and e.arguments != first.setdefault(key, e).arguments:
+                        odd[key] = {}
+        found, apart = [], set()
+        for (group, seq), by_rank in odd.items():
+            calls = {rank: made[0] for rank, made in sorted(by_rank.items()) if len(made) == 1}
+            if calls.keys() == set(self.groups[group].ranks):
+                cause = compatible.first_conflict(calls.values(), self.groups[group].backend)
+                apart |= {group} if cause == "op" else set()
+                found += [CompletedConflict(group, seq, cause, calls)] if cause else []
+        found.sort(key=lambda c: min(call.entered_s or 0.0 for call in c.calls.values()))
+        return tuple(c for c in found if c.group not in apart)
 
     def _newest(self, rank: int) -> Entry | None:
         """Return the newest entry of a rank, and note its call, its stack, and how often the rank made it."""

@@ -8,10 +8,12 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from distdiag import guard
+from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.model.syntax import Source, no_source
+from distdiag.diagnosis.rules import mismatch
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.graph import build
@@ -105,6 +107,8 @@ def _judge(
     found += absent.unreadable(findings, given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
         found.append(findings.in_flight())
+    if not any(f.kind == kinds.MISMATCH.name for f in found):
+        found += mismatch.completed(snapshot)
     return Report(
         run=", ".join(map(str, given)),
         state=_state(found),
@@ -144,11 +148,11 @@ class NoDumps(Exception):
 
 def _state(found: list[Finding]) -> State:
     worst = [f for f in found if f.severity == Severity.ERROR]
-    if any(f.kind in ("deadlock", "mismatch") for f in worst):
+    if any(f.kind in ("deadlock", "mismatch") and not f.collective_completed for f in worst):
         return State.DEADLOCKED
     if any(f.kind == "stall" for f in worst):
         return State.STALLED
-    return State.DEGRADED if any(f.kind in ("rank_lost", "timeout") for f in worst) else State.RUNNING
+    return State.DEGRADED if any(f.kind in ("rank_lost", "timeout", "mismatch") for f in worst) else State.RUNNING
 
 
 _STALE = "the {stale:dump|dumps} of {stale} {stale:is|are} older than the rest: operations missing there may have been issued later"
