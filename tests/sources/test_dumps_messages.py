@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from distdiag.sources.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, write
 from tests.sources.test_dumps import only, summary
@@ -50,7 +52,7 @@ def test_two_ranks_that_wait_for_each_other_are_a_cycle_without_a_history(tmp_pa
     write(tmp_path, job)
     f = only(diagnose_dumps(tmp_path))
     assert summary(f) == ("deadlock", "missing_rank", (1,))
-    assert "rank 1 has made no send to rank 2: rank 2 waits in recv from rank 1 at train.py:53" in f.message
+    assert "rank 1 has not made the next send to rank 2: rank 2 waits in recv from rank 1 at train.py:53" in f.message
     assert "and rank 1 in recv from rank 2 at train.py:61" in f.message and "equally many messages" in f.advice
 
 
@@ -62,5 +64,77 @@ def test_a_rank_that_stopped_before_its_send_has_left_out_nothing(tmp_path: Path
     issue(job, 0, "send 0->1", True, 50)
     issue(job, 1, "recv 1<-0", True, 51)
     issue(job, 2, "recv 2<-1", False, 53)
+    write(tmp_path, job)
+    assert summary(only(diagnose_dumps(tmp_path))) == ("stall", "unknown", (1,))
+
+
+def test_what_was_never_issued_is_named_before_what_is_queued_behind(tmp_path: Path) -> None:
+    """Blocking messages of hosts that run ahead: rank 0 waits for a send of rank 1 that is queued behind its recv."""
+    job = Job(3)
+    step(job)
+    step(job, left_out=True)
+    for recorder in job.ranks:
+        for e in recorder.entries:
+            e["frames"][0]["name"] = "recv"
+    for recorder in job.ranks[:1]:  # the two that wait for rank 1 are equally many
+        recorder.entries = [e for e in recorder.entries if e["retired"] or "recv" in e["profiling_name"]]
+    write(tmp_path, job)
+    f = only(diagnose_dumps(tmp_path))
+    assert summary(f) == ("deadlock", "missing_rank", (1,))
+    assert "rank 1 has not made the next send to rank 2" in f.message
+
+
+def exchange(job: Job, rank: int, peers: tuple[int, ...], done: bool) -> None:
+    """Issue one batch with a send and a recv for each of these neighbours."""
+    ring, made = job.ranks[rank], len(job.ranks[rank].entries)
+    for peer in peers:
+        for op in (f"send {rank}->{peer}", f"recv {rank}<-{peer}"):
+            job.issue(rank, op, "0", False, line=70)
+            job.now_ns += 1_000  # each message of a batch is recorded at its own time
+    job.issue(rank, "recv", "0", done, line=70)
+    ring.entries[-1]["profiling_name"] = "nccl:coalesced"
+    for e in ring.entries[made:]:  # one number for the batch
+        e["p2p_seq_id"] = ring.entries[made]["p2p_seq_id"]
+    ring.p2p["0"] = ring.entries[made]["p2p_seq_id"]
+
+
+def halo(job: Job, without: bool = False, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+    """Let four ranks in a row exchange with their neighbours, then sum; rank 1 may leave out rank 2."""
+    for rank in range(4):
+        peers = tuple(q for q in (rank - 1, rank + 1) if 0 <= q < 4 and not (without and (rank, q) == (1, 2)))
+        exchange(job, rank, peers, done=not (without and rank == 2))
+    job.collective(ranks=ranks, done=not without, line=90)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_message_that_the_newest_batch_lacks_is_named(tmp_path: Path, ahead: bool) -> None:
+    """The host of rank 2 waits for its batch, or has run ahead."""
+    job = Job(4)
+    for _ in range(9):
+        halo(job)
+    halo(job, without=True, ranks=(0, 1, 2, 3) if ahead else (0, 1, 3))
+    write(tmp_path, job)
+    f = only(diagnose_dumps(tmp_path))
+    assert summary(f) == ("deadlock", "missing_rank", (1,)) and f.victims == (0, 2, 3)
+    assert "the newest batch of rank 1 at train.py:70 in step lacks it, where each of the 9 before had it" in f.message
+    assert "rank 1 left out its" in f.message and "in all_reduce #10" in f.message and "py-spy" not in f.advice
+
+
+def test_two_ranks_whose_batch_and_collective_wait_for_each_other_are_a_cycle(tmp_path: Path) -> None:
+    job = Job(4)
+    halo(job)
+    halo(job, without=True)
+    write(tmp_path, job)
+    f = only(diagnose_dumps(tmp_path))
+    assert summary(f) == ("deadlock", "missing_rank", (1,))
+    assert "rank 1 has not made the next" in f.message and "a cycle" in f.message
+
+
+def test_a_rank_that_stopped_before_its_batch_has_left_out_nothing(tmp_path: Path) -> None:
+    job = Job(4)
+    for _ in range(9):
+        halo(job)
+    for rank, peers in ((0, (1,)), (2, (1, 3)), (3, (2,))):
+        exchange(job, rank, peers, done=False)
     write(tmp_path, job)
     assert summary(only(diagnose_dumps(tmp_path))) == ("stall", "unknown", (1,))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis.culprit import arguments, callers, sites
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.paths import Condition, conditions_between, returns_before
@@ -22,14 +24,14 @@ ROUNDS = 8  # with the send, for each without it: then it was due in every round
 
 def accuse(case: Case) -> Testimony | None:
     """Accuse a rank that left out a receiver or a message, else one that has sent fewer than its peers, or none in a ring, or makes more."""
-    return _left_out(case) or _one_round(case) or _never(case) or _fewer(case) or _more(case)
+    return _left_out(case) or _one_round(case) or _short_batch(case) or _never(case) or _fewer(case) or _more(case)
 
 
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the message that one of these ranks left out in one round; about nobody, the first that did not fit."""
     if not ranks:
         return _misfit(case) or _of_new_size(case)
-    found = _one_round(case)
+    found = _one_round(case) or _short_batch(case)
     return found if found is not None and set(found.ranks) <= set(ranks) else None
 
 
@@ -150,6 +152,31 @@ def _key(call: Call) -> tuple[object, ...]:
 
 def _often(times: int) -> str:
     return "once" if times == 1 else f"{times:,} times"
+
+
+def _short_batch(case: Case) -> Testimony | None:
+    """Accuse the rank whose newest batch lacks the message that another one waits for, where each batch before had it.
+
+    Dumps show batches: their messages have one time.
+    """
+    for wait, waiting, call in _messages(case):
+        rank, due = next(iter(wait.missing), -1), (messages.OPPOSITE[messages.direction_of(call)], waiting)
+        made = [c for c in case.states[rank].calls if c.p2p and c.group == call.group] if rank in case.states else []
+        batches: dict[float | None, set[tuple[str, int | None]]] = {}
+        for c in made:
+            if c.site == made[-1].site:
+                batches.setdefault(c.entered_s, set()).add((messages.direction_of(c), c.peer))
+        *before, newest = batches.values() or [{due}]
+        if len(before) < ROUNDS or due in newest or not all(due in batch and len(batch) > 1 for batch in before):
+            continue
+        there = f"{op_at(replace(made[-1], op=due[0]))} {'to' if due[0] == 'send' else 'from'} rank {waiting}"
+        return Testimony(
+            ranks=(rank,),
+            head=f"rank {rank} left out its {there}",
+            text=f"; the newest batch of rank {rank}{at(made[-1].site)} lacks it, where each of the {len(before)} before had it",
+            advice=f"find what led rank {rank} past its {there}, as a condition on the neighbour: both ranks must exchange in each round",
+        )
+    return None
 
 
 def _left_out(case: Case) -> Testimony | None:

@@ -320,14 +320,20 @@ def _never_ahead(states: dict[int, RankState], rank: int, others: list[int]) -> 
 
 
 def _main(oldest: dict[int, Wait], links: Links, culprits: set[int]) -> Wait | None:
-    """Return the oldest wait of most ranks, of those with a culprit missing; if it is of no rank, that with most ranks."""
+    """Return the oldest wait of most ranks, of those with a culprit missing; if it is of no rank, that with most ranks.
+
+    One that a culprit has not issued comes before those that are queued on it.
+    """
     votes: dict[int, int] = {}
     known = [w for w in oldest.values() if w.calls]
     direct = [w for w in known if links[id(w)].lacking & culprits]
     later = [link.wait for link in links.values() if link.lacking & culprits for _ in link.wait.calls]
     for w in direct or later or known:
         votes[id(w)] = votes.get(id(w), 0) + 1
-    return max((links[v].wait for v in votes), key=lambda w: (votes[id(w)], not w.p2p, -w.seq), default=None)
+    unissued = [v for v in votes if links[v].wait.missing & culprits]
+    return max(
+        (links[v].wait for v in unissued or votes), key=lambda w: (votes[id(w)], not w.p2p, -w.seq), default=None
+    )
 
 
 def _alone(snapshot: Snapshot, main: Wait, culprits: set[int], victims: set[int]) -> bool:

@@ -90,7 +90,7 @@ class Findings:
         return (WORKING_LATE if given_up else WORKING)(
             culprits=culprits, victims=sorted(set(self.blame.victims)), collective=self.ref(main),
             where=self.where(culprits), waiting=self.where(self.blame.victims), evidence=self.evidence(culprits),
-            what=self._awaited(), last=self._call_text(working.call), ago=working.ago_s, often=f" ({often})" * bool(often),
+            what=self._awaited(), last=self.call_text(working.call), ago=working.ago_s, often=f" ({often})" * bool(often),
             waited=working.waited_s, limit=f", and the timeout is {limit_s:.0f} s" if given_up and limit_s else "",
             calls=f"the {'call' if working.site else 'work'}{at(apart)}",
         )  # fmt: skip
@@ -118,7 +118,7 @@ class Findings:
         elif (passed := self._passed()) is not None:
             template = PASSED
             facts |= {
-                "own": self._call_text(passed[0]),
+                "own": self.call_text(passed[0]),
                 "later": passed[1],
                 "site": blame.main and next((c.site for c in blame.main.calls.values() if c.site), None),
             }
@@ -214,9 +214,9 @@ class Findings:
         one = len(self.blame.culprits) == 1 and call is not None and not call.p2p and main is not None
         if not one or call is None or main is None or (call.group, call.seq) == main.key:
             return ""
-        return f", nor completed {self._call_text(call)}, which it issued before"
+        return f", nor completed {self.call_text(call)}, which it issued before"
 
-    def _call_text(self, call: Call) -> str:
+    def call_text(self, call: Call) -> str:
         return collective_text(self.snapshot, Wait((call.group, call.seq)), call)
 
     def _passed(self) -> tuple[Call, list[int]] | None:

@@ -27,7 +27,9 @@ class LoadReport:
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
     other_runs: dict[int, str] = field(default_factory=dict)  # ranks whose only dump is of another run: how that shows
     unmet: dict[int, list[Call]] = field(default_factory=dict)  # in flight, and the peer has issued later messages
-    batched: bool = False  # messages of a batch run together
+    batched: frozenset[str] = (
+        frozenset()
+    )  # groups with batches, whose messages run together, in one queue with its collectives
     late: LateRanks | None = None
     newest: dict[int, Call] = field(default_factory=dict)  # each rank's newest call
     stacks: dict[int, tuple[Site, ...]] = field(default_factory=dict)  # the user's frames of that call, outermost first

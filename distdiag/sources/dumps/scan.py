@@ -13,7 +13,7 @@ from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.entries import Entry, by_hook, time_ns, user_site
 from distdiag.terms.untrusted import short_text
 
-_STATE = ("state", "retired", "time_discovered_started_ns", "time_discovered_completed_ns")
+_STATE = ("state", "retired", "time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
 
 
 @dataclass(slots=True)

@@ -44,7 +44,9 @@ class SnapshotBuilder(Groups):
         self.positions = self._positions()  # rank -> group -> (newest issued, newest completed)
         self.t0_ns, report.times = times_of(chosen)
         report.timeout_s = timeout_s(chosen)
-        report.batched = any(scan.batches for scans in self.scans.values() for scan in scans)
+        report.batched = frozenset(
+            scan.keys[name] for scans in self.scans.values() for scan in scans for name, _ in scan.batches
+        )
 
     def snapshot(self) -> Snapshot:
         uncounted = self._uncounted()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import message_counts
@@ -17,6 +18,7 @@ from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root
+from distdiag.diagnosis.waits.wait import call_at
 from distdiag.sources.dumps.findings import Findings
 
 
@@ -36,40 +38,50 @@ def missing(findings: Findings, graph: WaitGraph, source: Source) -> Finding | N
     mutual = own is not None and _behind(findings, receiver, awaited, rank, own)
     incident = Incident(Root.CYCLE, frozenset((receiver, rank)), (main,), frozenset((receiver,)))
     omitted = message_counts.explain(Case(findings.snapshot, graph, incident, source=source), (rank,))
-    nccl = findings.snapshot.groups[main.group].backend == "nccl" and not findings.loaded.batched
+    nccl = findings.snapshot.groups[main.group].backend == "nccl"
     if omitted is None and not (mutual and nccl and blame.oldest.get(receiver) is awaited):
         return None
     waits = (
         f"rank {receiver} waits for it in its {op_at(awaited)}"
         if omitted
-        else f"rank {receiver} waits in {_of(awaited)}"
+        else f"rank {receiver} waits in {_of(findings, awaited)}"
     )
     if own is not None:
-        waits += f", and rank {rank} in {_of(own)}" + (": a cycle" if mutual else "")
-    common = {
+        waits += f", and rank {rank} in {_of(findings, own)}" + (": a cycle" if mutual else "")
+    common: dict[str, Any] = {
         "victims": sorted({*blame.victims, *blame.culprits} - {rank}), "where": findings.where((rank,)),
         "waiting": findings.where(blame.victims), "evidence": findings.evidence((rank,)), "waits": waits,
     }  # fmt: skip
     if omitted is None:
         way = "send to" if main.key[2] == "recv" else "recv from"
-        return MUTUAL(culprits=(rank,), way=f"{way} rank {receiver}", **common)  # type: ignore[arg-type]
+        return MUTUAL(culprits=(rank,), way=f"{way} rank {receiver}", **common)
     shown = conditions_text(omitted.conditions)
     return LEFT_OUT(
         culprits=(rank,), head=omitted.head + (f": {shown}" if shown else ""), text=omitted.text, advice=omitted.advice, **common
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def _behind(findings: Findings, receiver: int, awaited: Call, rank: int, own: Call) -> bool:
-    """True if the receiver has issued the other end of the rank's own message, but after the call in which it waits for the rank."""
-    if not own.p2p or own.peer != receiver or own.group != awaited.group:
+    """True if the receiver has the other end of the rank's own call behind the call in which it waits for the rank.
+
+    The messages of two ranks are one queue; those of batches and the collectives of their group are another one.
+    """
+    state = findings.snapshot.ranks[receiver]
+    if own.group != awaited.group or own.p2p is (own.group in findings.loaded.batched):
         return False
-    other = messages.other_end(findings.snapshot.ranks[receiver], rank, own, own.nth)
-    times = (awaited.entered_s, None if other is None else other.entered_s)
-    return times[0] is not None and times[1] is not None and times[0] < times[1]
+    if not own.p2p:
+        other = call_at(state, own.group, own.seq or 0)
+        if other is None or other.completed_s is not None:
+            return state.enqueued.get(own.group, 0) < (own.seq or 0)
+    elif own.peer != receiver or (other := messages.other_end(state, rank, own, own.nth)) is None:
+        return False
+    return awaited.entered_s is not None and other.entered_s is not None and awaited.entered_s < other.entered_s
 
 
-def _of(call: Call) -> str:
+def _of(findings: Findings, call: Call) -> str:
     """Return `recv from rank 3 at pipe.py:41 in recv_backward`."""
+    if not call.p2p:
+        return findings.call_text(call) + at(call.site)
     return f"{compatible.op_name(call.op)} {'to' if call.op == 'send' else 'from'} rank {call.peer}{at(call.site)}"
 
 
@@ -117,7 +129,7 @@ def unequal(findings: Findings) -> Finding | None:
 
 LEFT_OUT = Template(kinds.DEADLOCK, "missing_rank", "{head}; {waits}{text}", NO_PROGRESS, "{advice}")
 MUTUAL = Template(kinds.DEADLOCK, "missing_rank",
-    "{culprits} {culprits:has|have} made no {way}: {waits}", NO_PROGRESS,
+    "{culprits} {culprits:has|have} not made the next {way}: {waits}", NO_PROGRESS,
     "look for a {way} that {culprits} left out before its own call: a micro-batch less, a shorter last batch, an early return; "
     "both sides must make equally many messages in each round")  # fmt: skip
 UNMATCHED = Template(kinds.DEADLOCK, "p2p_cycle",
