@@ -358,7 +358,23 @@ def test_only_ranks_that_wait_in_the_collective_are_said_to(tmp_path: Path) -> N
     (tmp_path / "dumps" / "_dump_2").unlink()
     f = only(diagnose_dumps(tmp_path / "dumps"))
     assert f.culprits == (2,)
-    assert "7 ranks wait, in all_reduce #21 (default_pg" in f.message or "7 ranks wait, 3 of them in" in f.message
+    assert "7 ranks wait, ranks 4–7 of them in all_reduce #21 (default_pg" in f.message
+
+
+def test_the_missing_dumps_that_a_rank_waits_for_are_asked_for_first(tmp_path: Path) -> None:
+    """Rank 1 waits for its data-parallel peers; what its tensor-parallel group waits in is queued behind that."""
+    groups = {"1": ("tp", (0, 1, 2, 3)), "2": ("tp", (4, 5, 6, 7)), "3": ("tp", (8, 9, 10, 11))}
+    job = trained(Job(12, {**groups, **{str(i + 4): ("dp", (i, i + 4, i + 8)) for i in range(4)}}))
+    for i in range(4):
+        job.collective("_reduce_scatter_base", group=str(i + 4), ranks=(1, 5) if i == 1 else None)
+    job.collective(group="1", done=False)
+    write(tmp_path / "dumps", job)
+    for rank in range(4, 12):
+        (tmp_path / "dumps" / f"_dump_{rank}").unlink()
+    f = only(diagnose_dumps(tmp_path / "dumps"))
+    assert f.culprits == () and f.collective is not None and f.collective.op == "reduce_scatter_tensor"
+    assert "4 ranks wait, rank 1 of them in reduce_scatter_tensor #21 (dp 5, 4.0 KiB), for ranks 5, 9" in f.message
+    assert f.advice.startswith("give the dumps of ranks 4–11, too, those of ranks 5, 9 first")
 
 
 @pytest.mark.parametrize(("world", "given"), [(8, 2), (8, 4)])

@@ -50,12 +50,15 @@ def _other_runs(findings: Findings, ranks: Iterable[int]) -> str:
 def _silent(findings: Findings, blamed: list[int], decided: bool, damaged: Collection[int]) -> Finding:
     """Return the finding on ranks without a usable dump, for which others may wait."""
     blame, loaded, world = findings.blame, findings.loaded, findings.snapshot.world_size
-    main = blame.silent_in if decided else blame.main
+    main = blame.silent_in or (None if decided else blame.main)
     among = sorted(main.ranks) if decided and main is not None else blame.victims
     waiting = [r for r in among if r not in blamed]
-    inside = [r for r in waiting if main is not None and r in main.ranks]
-    some = "" if len(inside) == len(waiting) else "{inside:#} of them "
+    here = [r for r in waiting if main is not None and r in main.ranks]
+    inside = [r for r in here if main is not None and blame.oldest.get(r) is main.calls.get(r)] or here
+    some = "" if len(inside) == len(waiting) else "{inside:#} of them " if len(inside) > 8 else "{inside} of them "
     waits = "; {waiting:#} {waiting:rank waits|ranks wait}, " + some + "in {what}" if waiting else ""
+    first = sorted(main.missing.intersection(blamed)) if waiting and main is not None else []
+    sooner = 0 < len(first) < len(blamed)
     apart = [r for r in blamed if r in loaded.other_runs]
     # most of the job, or whole nodes: their files were not collected, most likely
     part = bool(apart) or (not decided and (2 * len(blamed) > world or _whole_nodes(tuple(blamed), world)))
@@ -72,7 +75,8 @@ def _silent(findings: Findings, blamed: list[int], decided: bool, damaged: Colle
         culprits=() if part else blamed, ranks=blamed, victims=waiting, collective=findings.ref(main) if waiting else None,
         where=() if part else map(Where, blamed), waiting=findings.where(waiting),
         missing="; ".join(missing), give=" and ".join(give), other=" of this run" if apart else ", too", empty=EMPTIED if apart else "",
-        waits=filled(waits, waiting=waiting, inside=inside, what=findings.text(main) if main is not None else ""),
+        first=filled(", those of {first} first" * sooner, first=first),
+        waits=filled(waits + ", for {first}" * sooner, waiting=waiting, inside=inside, first=first, what=findings.text(main) if main is not None else ""),
         cost=NO_PROGRESS if waiting else "what these ranks did is not known",
     )  # fmt: skip
 
@@ -109,7 +113,7 @@ SILENT = Template(kinds.RANK_LOST, "silent",
     "the launcher's log")  # fmt: skip
 PART = Template(kinds.STALL, "unknown",
     "{missing}, so these do not show who is missing{waits}", "{cost}",
-    "give the dumps of {ranks}{other}{empty}; if there are none, see whether those hosts are up: exit code, `dmesg -T`, the launcher's log")  # fmt: skip
+    "give the dumps of {ranks}{other}{first}{empty}; if there are none, see whether those hosts are up: exit code, `dmesg -T`, the launcher's log")  # fmt: skip
 NOT_GIVEN = Template(kinds.RECORDER, "missing_dump",
     "{ranks} left no dump: {why}", "what {ranks} did is not known",
     "add the missing files, or see how those processes ended", severity=Severity.WARNING)  # fmt: skip
