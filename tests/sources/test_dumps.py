@@ -153,6 +153,36 @@ def test_a_collective_that_completed_with_another_dtype_is_reported(tmp_path: Pa
     assert [(w.rank, w.line) for w in f.where] == [(2, 188)] and report.state == "degraded"
 
 
+def test_the_caller_of_a_line_that_many_lines_call_is_shown(tmp_path: Path) -> None:
+    job = trained(Job(3))
+    job.collective(line=60)
+    job.collective(line=70)
+    for rank in range(3):
+        job.issue(rank, "all_reduce", "0", False, dtype="Half" if rank == 1 else "Float", line=70)
+        for e in job.ranks[rank].entries[-3:]:
+            e["frames"].insert(2, {"name": "reduce", "filename": "/home/user/comm.py", "line": 9})
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "dtype", (1,))
+    assert [(w.file, w.line) for w in f.where] == [("/home/user/comm.py", 9), ("/home/user/train.py", 70)]
+    assert "train.py:60" not in f.message
+
+
+def test_a_rank_waits_in_what_its_device_has_begun(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are victims of a mismatch in another group; the collective of all is queued behind that of their pair."""
+    job = trained(Job(4, {"1": ("ep", (2, 3)), "2": ("edp", (0, 2)), "3": ("edp", (1, 3))}))
+    for rank in (2, 3):
+        job.issue(rank, "all_to_all", "1", False, dtype="Half" if rank == 3 else "Float", line=31)
+    for rank, group in ((0, "2"), (1, "3")):
+        job.issue(rank, "all_reduce", group, False, line=77)
+    for recorder in job.ranks:
+        recorder.entries[-1] |= {"state": "started", "time_discovered_started_ns": job.now_ns}
+    for rank in (0, 1):
+        job.issue(rank, "all_reduce", "0", False, line=112)
+    f = only(diagnose(tmp_path, job))
+    assert f.kind == "mismatch" and {(w.rank, w.line) for w in f.waiting} >= {(0, 77), (1, 77)}
+    assert 112 not in [w.line for w in f.waiting]
+
+
 def test_a_completed_collective_of_other_sizes_is_reported_unless_the_numbers_do_not_belong_together(
     tmp_path: Path,
 ) -> None:

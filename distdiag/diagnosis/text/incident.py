@@ -92,8 +92,10 @@ def implicit_text(state: RankState | None, call: Call) -> str:
 
 
 def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
-    """Return the call of each rank in `waits` (the first of several)."""
-    return {r: (w, c) for w in reversed(tuple(waits)) for r, c in w.calls.items()}
+    """Return the call of each rank in `waits`: of several the conflict, else what its device has begun, else the oldest."""
+    made = [(w, r, c) for w in reversed(tuple(waits)) for r, c in w.calls.items()]
+    made.sort(key=lambda x: (x[0].conflict is not None, x[2].started is not False, -(x[2].entered_s or 0.0)))
+    return {r: (w, c) for w, r, c in made}
 
 
 def where_of_ranks(

@@ -6,10 +6,12 @@ The fields are described in torch/csrc/distributed/c10d/FlightRecorderDetail.hpp
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import islice, pairwise
 from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.waits import compatible
@@ -18,6 +20,7 @@ from distdiag.terms.untrusted import MAX_INT, MAX_TEXT, is_count, short_text
 
 MAX_TENSORS, MAX_DIMENSIONS = 1 << 14, 64  # limits of one operation
 MAX_FRAMES = 256  # limit of one stack, innermost first
+CALLERS = 3  # most callers of a call's site
 _ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
     "complex128": 16,
@@ -158,15 +161,30 @@ def _older(record: Any) -> Entry | None:
         return None
 
 
-def user_site(frames: Any) -> Site | None:
-    """Return the user's innermost frame; of packages only if there is no other."""
-    second = None
+def user_site(frames: Any, helpers: Collection[Site] = ()) -> Site | None:
+    """Return the user's innermost frame, of a helper with its callers; of packages only if there is no other."""
+    path, second = [], None
     for whose, site in _sites(frames):
         if whose == USER:
-            return site
-        if second is None and whose == PACKAGE:
+            path.append(site)
+            if site not in helpers or len(path) > CALLERS:
+                break
+        elif second is None and whose == PACKAGE:
             second = site
-    return second
+    caller = None
+    for site in reversed(path):
+        caller = replace(site, caller=caller)
+    return caller or second
+
+
+def helpers_of(stacks: Iterable[Any]) -> frozenset[Site]:
+    """Return the user's lines through which several lines make their calls, among the innermost of these stacks."""
+    callers: dict[Site, Site] = {}
+    found = set()
+    for frames in stacks:
+        users = islice((site for whose, site in _sites(frames) if whose == USER), CALLERS + 1)
+        found.update(site for site, caller in pairwise(users) if callers.setdefault(site, caller) != caller)
+    return frozenset(found)
 
 
 def user_stack(frames: Any) -> tuple[Site, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from distdiag.diagnosis.model.snapshot import Call
+from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.waits import compatible
 from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.entries import Entry, by_hook, time_ns, user_site
@@ -40,6 +40,7 @@ class Scan:
     pair_completed: dict[str, int] = field(default_factory=dict)
     timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): an entry without one has not begun
     keys: dict[str, str] = field(default_factory=dict)  # by name of the group: its key in the snapshot; see `groups`
+    helpers: frozenset[Site] = frozenset()  # the user's lines that make calls for several others, on any rank
 
     def collectives(self, since: Mapping[str, int]) -> Iterator[tuple[str, int, Entry]]:
         """Yield (group, number, entry) of the collectives of these groups from a number on."""
@@ -70,7 +71,7 @@ class Scan:
             shape=shape,
             bytes=size,
             received=received if op in ("all_to_all", "all_to_all_single") else None,
-            site=user_site(e.frames),
+            site=user_site(e.frames, self.helpers),
             entered_s=(t - t0_ns) / 1e9 if t is not None else None,
             completed_s=(completed_ns - t0_ns) / 1e9 if e.completed else None,
             asynchronous=True,

@@ -17,7 +17,7 @@ from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import conflict_at
 from distdiag.sources.dumps import late_ranks
 from distdiag.sources.dumps.content import DumpFile
-from distdiag.sources.dumps.entries import Entry, by_hook, time_ns, user_site, user_stack
+from distdiag.sources.dumps.entries import Entry, by_hook, helpers_of, time_ns, user_site, user_stack
 from distdiag.sources.dumps.groups import Groups, group_of
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.messages import match
@@ -59,8 +59,12 @@ class SnapshotBuilder(Groups):
                     floor[g] = min(floor.get(g, done + 1), done + 1)
         for g, by_all in uncounted.items():
             floor[g] = min(floor.get(g, by_all), max(1, by_all - COMPARED))
-        total = sum(len(f.entries) for files in self.chosen.values() for f in files)
-        few = total <= SITES_UP_TO
+        entries = [e for files in self.chosen.values() for f in files for e in f.entries]
+        few = len(entries) <= SITES_UP_TO
+        if few:
+            helpers = helpers_of(e.frames for e in entries)
+            for scan in (scan for scans in self.scans.values() for scan in scans):
+                scan.helpers = helpers
         looks_back = bool(floor) and few
         before = CALLS_BEFORE if looks_back else late_ranks.BEFORE
         since = {group: seq - before for group, seq in floor.items()}
@@ -77,7 +81,7 @@ class SnapshotBuilder(Groups):
                 rank=rank,
                 life=Life.RUNNING,
                 activity="unknown",
-                current_site=user_site(newest.frames) if newest else None,
+                current_site=user_site(newest[0].frames, newest[1].helpers) if newest else None,
                 enqueued={g: n for g, (n, _) in positions.items()},
                 completed={g: n for g, (_, n) in positions.items()},
                 calls=tuple(sorted(calls, key=lambda c: c.entered_s or 0.0)),
@@ -212,8 +216,8 @@ class SnapshotBuilder(Groups):
         found.sort(key=lambda c: min(call.entered_s or 0.0 for call in c.calls.values()))
         return tuple(c for c in found if c.group not in apart)
 
-    def _newest(self, rank: int) -> Entry | None:
-        """Return the newest entry of a rank, and note its call, its stack, and how often the rank made it."""
+    def _newest(self, rank: int) -> tuple[Entry, Scan] | None:
+        """Return the newest entry of a rank, with its file, and note its call, its stack, and how often the rank made it."""
         ends = [(f.entries[-1], scan) for scan in self.scans[rank] if (f := scan.file).entries]
         if not ends:
             return None
@@ -227,7 +231,7 @@ class SnapshotBuilder(Groups):
         ]  # fmt: skip
         if len(times) > GAPS_SEEN and times[-1] > times[0]:
             self.report.rates[rank] = (len(times) - 1) * 1e9 / (times[-1] - times[0])
-        return newest
+        return newest, scan
 
     def _sites(self, rank: int) -> tuple[dict[str, int], Visits]:
         """Return the call sites of a rank so far, and when each group first used them."""
@@ -235,7 +239,7 @@ class SnapshotBuilder(Groups):
         visits = Visits()
         for scan in self.scans[rank]:
             for e in scan.file.entries:
-                if (site := user_site(e.frames)) is not None:
+                if (site := user_site(e.frames, scan.helpers)) is not None:
                     counts[site.key] = counts.get(site.key, 0) + 1
                     if not e.is_p2p:
                         visits.add(scan.keys[e.group], site.key, e.seq)
