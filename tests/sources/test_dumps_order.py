@@ -41,6 +41,29 @@ def test_devices_that_run_two_groups_in_opposite_order_are_a_cycle(tmp_path: Pat
     assert "rank 2 issued all_reduce #21 (fsdp" in f.message and "same order" in f.advice
 
 
+def swapping(calls: str) -> Job:
+    """Let the hosts run ahead: three ranks issue a sum, a table and a mean (a, b, c), rank 2 these calls instead."""
+    made = {"a": ("all_reduce", (4,), 58), "b": ("_all_gather_base", (64,), 71), "c": ("all_reduce", (2,), 60)}
+    job = trained(Job(4))
+    for r in range(4):
+        for op, shape, line in map(made.__getitem__, calls if r == 2 else "abcab"):
+            job.issue(r, op, "0", False, shape=shape, line=line)
+    return job
+
+
+def test_two_calls_that_one_rank_exchanges_are_an_order_mismatch(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, swapping("bacab")))
+    assert summary(f) == ("deadlock", "order_mismatch", (2,)) and f.certainty == "proved"
+    assert "each side makes the other's call next: only their order differs" in f.message
+    assert "in the same order on all ranks" in f.advice and "on that rank alone" not in f.advice
+
+
+def test_a_call_left_out_is_no_exchange(tmp_path: Path) -> None:
+    for i, calls in enumerate(("bcab", "babc", "ba")):  # the last one: what follows is not known
+        f = only(diagnose(tmp_path / str(i), swapping(calls)))
+        assert f.cause != "order_mismatch" and "only their order" not in f.message
+
+
 def test_devices_of_other_groups_are_in_no_cycle(tmp_path: Path) -> None:
     """Ranks 0 and 1 wait for rank 2, which waits for rank 3: none of them has begun what another has not, in both directions."""
     job = trained(Job(4, {"1": ("tp", (2, 3))}))

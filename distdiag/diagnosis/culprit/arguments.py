@@ -16,6 +16,7 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.text.phrases import at, both_sites
 from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.wait import call_at
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import counted, size_text
 
@@ -156,15 +157,33 @@ def new_peer(case: Case) -> Testimony | None:
 
 
 def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return that all ranks have made either call before, if none is to blame: the calls differ in their order only."""
-    calls, argument = case.wait.calls, case.wait.conflict or ""
-    if ranks or argument not in _ARGUMENT or len(case.sides) != 2:
-        return None
-    both = {_ARGUMENT[argument](calls[r]) for r in case.compared}
-    if None in both or not all(both <= set(_earlier(case.states.get(r), calls[r], argument)) for r in case.compared):
-        return None
+    """Return that the calls differ in their order only: each side makes the other's next, or, if none is to blame, all have made both."""
+    calls, argument, exchanged = case.wait.calls, case.wait.conflict or "", swapped(case)
+    if not exchanged:
+        if ranks or argument not in _ARGUMENT or len(case.sides) != 2:
+            return None
+        both = {_ARGUMENT[argument](calls[r]) for r in case.compared}
+        if None in both or not all(
+            both <= set(_earlier(case.states.get(r), calls[r], argument)) for r in case.compared
+        ):
+            return None
     first, second = (calls[side[0]].site for side in case.sides)
-    parted = tuple(tied(case))  # if a condition is known, its advice is the better one
-    text = "; both sides have made either call before: they make them in a different order, or one leaves some out"
+    parted = tuple(tied(case)) if not ranks else ()  # if a condition is known, its advice is the better one
+    text = "both sides have made either call before: they make them in a different order, or one leaves some out"
+    text = "each side makes the other's call next: only their order differs" if exchanged else text
     advice = f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; {LOOP_ADVICE}"
-    return Testimony(text=text, conditions=parted, advice="" if parted else advice)
+    return Testimony(ranks=tuple(ranks), text=f"; {text}", conditions=parted, advice="" if parted else advice)
+
+
+def swapped(case: Case) -> bool:
+    """True if each side has issued next what the other side is in, and then both the same: hosts that run ahead show it."""
+    wait, sides = case.wait, []
+    for side in case.sides:
+        states = (case.states.get(r) for r in side)
+        made = {tuple(_made(call_at(state, wait.group, wait.seq + n)) for n in range(3)) for state in states}
+        sides.append(made.pop() if len(made) == 1 else (None,))
+    return len(sides) == 2 and None not in sides[0] and sides[1] == (sides[0][1], sides[0][0], *sides[0][2:])
+
+
+def _made(call: Call | None) -> tuple[object, ...] | None:
+    return None if call is None else (compatible.signature(call), call.site)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import call_order, joined
+from distdiag.diagnosis.culprit import arguments, call_order, joined
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.witnesses import OTHER_PLACE, WEAK, decide
 from distdiag.diagnosis.endings import ECHOES, ends
@@ -155,6 +155,8 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
     wait, states = case.wait, case.states
     cause = wait.conflict or "op"
     mismatch, missing = (kinds.MISMATCH, "op"), (kinds.DEADLOCK, "missing_rank")
+    if not wait.p2p and arguments.swapped(case):
+        return kinds.DEADLOCK, "order_mismatch"
     if cause != "op" or wait.p2p:
         return kinds.MISMATCH, cause
     if reason in OTHER_PLACE:
