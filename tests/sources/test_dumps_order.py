@@ -331,6 +331,14 @@ def test_in_a_running_job_each_late_rank_is_named_with_what_it_lacks(tmp_path: P
     )
 
 
+def test_in_a_running_job_those_behind_a_late_rank_are_on_their_way_too(tmp_path: Path) -> None:
+    job = trained(Job(4, {"1": ("tp", (2, 3))}))
+    job.collective(group="1", ranks=(2,))
+    job.collective(ranks=(0, 1))
+    (f,) = diagnose(tmp_path, job, after_s=0.05).findings
+    assert f.culprits == (3,) and "ranks 2, 3 were on their way to all_reduce #21 (default_pg" in f.message
+
+
 def test_a_stage_that_has_not_passed_on_a_message_is_named(tmp_path: Path) -> None:
     """Stages 1 and 2 wait for each other: 1 for what comes back, 2 for what 1 has received and not sent."""
     job = pipeline(2)

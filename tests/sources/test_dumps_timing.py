@@ -132,6 +132,19 @@ def test_a_rank_with_a_much_older_dump_is_not_excused(tmp_path: Path) -> None:
     assert only(diagnose_dumps(tmp_path)).culprits == (2,)
 
 
+@pytest.mark.parametrize(("older_s", "ended"), [(590, True), (2, False)])
+def test_a_culprit_whose_dump_is_much_older_may_have_ended(older_s: int, ended: bool, tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path, job)
+    for p in tmp_path.iterdir():
+        at = job.now_ns + 1_000_000_000 * (601 - older_s * (p.name == "_dump_2"))
+        os.utime(p, ns=(at, at))
+    f = only(diagnose_dumps(tmp_path))
+    assert f.culprits == (2,) and ("its dump is 9 min 50 s older than the others'" in f.message) is ended
+    assert f.advice.startswith("see whether the process of rank 2 ended" if ended else "take the stacks of rank 2")
+
+
 def test_a_short_ring_of_a_running_job_is_no_hang(tmp_path: Path) -> None:
     job = trained(Job(4), 200)
     job.collective(ranks=(0, 1, 3))

@@ -19,7 +19,7 @@ from distdiag.diagnosis.waits.wait import Wait, call_at
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load_report import LoadReport
-from distdiag.sources.dumps.running import MOVING_S
+from distdiag.sources.dumps.running import APART_S, MOVING_S
 from distdiag.sources.dumps.times import DUMPED_WITHIN_S, written_at_timeout
 from distdiag.sources.dumps.working import Working
 from distdiag.terms.units import duration
@@ -128,6 +128,8 @@ class Findings:
         if young:
             template = replace(template, **RUNNING)
             here, elsewhere, theirs = self._due()
+            if blame.main is not None and not blame.main.p2p:  # all that were, not only those that others wait for
+                here = sorted(blame.main.missing.intersection(self.loaded.files))
             way = "{here} {here:was|were} on {here:its|their} way to {what}" + ", {elsewhere} to {theirs}" * bool(
                 elsewhere
             )
@@ -184,11 +186,16 @@ class Findings:
             advice = DEVICE_ADVICE
         else:
             advice = HOST_ADVICE if blame.idle and not blame.device else EITHER_ADVICE
+        waited, older_s = self._waited(), self._older_s()
+        if waited and blame.idle == culprits and older_s > APART_S:
+            whose_dump = "its dump is" if len(culprits) == 1 else "their dumps are"
+            parts += ((culprits, f"{whose_dump} {duration(older_s)} older than the others'"),)
+            advice = ENDED_ADVICE
         whose = {ranks: "" if len(ranks) == len(culprits) else f" ({rank_list(ranks)})" for ranks, _ in parts}
         return {
             "lack": filled(lack, culprits=culprits, here=here, elsewhere=elsewhere, what=what, theirs=theirs),
             "waiters": filled(waiters, victims=blame.victims),
-            "waited": self._waited(),
+            "waited": waited,
             "condition": "".join("; " + filled(text, whose=whose[ranks]) for ranks, text in parts if ranks),
             "advice": filled(advice, who=culprits),
         }
@@ -207,6 +214,14 @@ class Findings:
         longest = max(waits, default=0.0)
         known = limit_s is not None and MOVING_S <= longest <= limit_s + DUMPED_WITHIN_S
         return f", for {duration(longest)} at most, by the files' times" if known else ""
+
+    def _older_s(self) -> float:
+        """Return by how much the culprits' files are older than those of all victims; 0 if a file is older than its entries."""
+        times = self.loaded.times
+        written = {r: t.written_s for r, t in times.items() if t.written_s and t.written_s >= (t.newest_s or 0.0)}
+        mine, theirs = ([written.get(r) for r in ranks] for ranks in (self.blame.culprits, self.blame.victims))
+        known = [t for t in mine + theirs if t is not None]
+        return min(known[len(mine) :]) - max(known[: len(mine)]) if theirs and len(known) == len(mine + theirs) else 0.0
 
     def _queued(self) -> str:
         """Return the oldest operation in flight of the one culprit, if others wait in a later one; else empty."""
@@ -338,6 +353,10 @@ RUNNING: dict[str, Any] = {
 DEVICE_ADVICE = "look at the GPUs of {who}: `dmesg -T | grep -i xid`, ECC counters; then at their processes' stacks"
 HOST_ADVICE = (
     "take the stacks of {who} (`py-spy dump --native --pid …`): Python code, a lock, the data loader, or the GIL"
+)
+ENDED_ADVICE = (
+    "see whether the {who:process|processes} of {who} ended by then: log, exit code, a loop with fewer batches or an early return; "
+    "if alive, take the stacks (`py-spy dump --native --pid …`)"
 )
 EITHER_ADVICE = (
     "look at {who} first: its stack (`py-spy dump --native --pid …`), its GPU (`dmesg -T | grep -i xid`), its host"
