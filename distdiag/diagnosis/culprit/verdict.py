@@ -155,7 +155,7 @@ def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> 
     wait, states = case.wait, case.states
     cause = wait.conflict or "op"
     mismatch, missing = (kinds.MISMATCH, "op"), (kinds.DEADLOCK, "missing_rank")
-    if not wait.p2p and arguments.swapped(case):
+    if arguments.swapped(case):
         return kinds.DEADLOCK, "order_mismatch"
     if cause != "op" or wait.p2p:
         return kinds.MISMATCH, cause
