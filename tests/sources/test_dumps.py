@@ -183,6 +183,17 @@ def test_a_rank_waits_in_what_its_device_has_begun(tmp_path: Path) -> None:
     assert 112 not in [w.line for w in f.waiting]
 
 
+def test_of_calls_that_differ_for_longer_the_first_is_named(tmp_path: Path) -> None:
+    job = trained(Job(4), 40)
+    for step in range(20):
+        for r in range(4):
+            job.issue(r, "all_reduce", "0", step < 19, dtype="Half" if r == 2 and step > 3 else "Float", shape=(7,))
+            job.issue(r, "all_reduce", "0", step < 19)
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "dtype", (2,)) and "both as call #79 of" in f.message
+    assert "in call #49 rank 2 did not" in f.message
+
+
 def test_a_completed_collective_of_other_sizes_is_reported_unless_the_numbers_do_not_belong_together(
     tmp_path: Path,
 ) -> None:

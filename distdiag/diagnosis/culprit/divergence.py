@@ -244,11 +244,12 @@ def accuse(case: Case) -> Testimony | None:
         sizes = (compatible.elements(call) if call is not None else None for call in (first.made, first.due))
         made, due = (f"{made} of {counted(n, 'element')}" if n is not None else made for n in sizes)
     did = "made an optimizer step" if first.made is None else f"made {made}"
-    text = f"; all ranks had kept one order of calls; here {rank_list(side)} {did} where {due} was due"
+    of_group = first.made is not None and first.made.group == case.wait.group and not case.wait.p2p
+    seq = first.made.seq if first.made is not None and of_group else None
+    here = f"in call #{seq:,}" if seq and seq != case.wait.seq else "here"
+    text = f"; all ranks had kept one order of calls; {here} {rank_list(side)} {did} where {due} was due"
     if made == due:
-        text = (
-            f"; all ranks had passed the same {argument(first)} there in the same order; here {rank_list(side)} did not"
-        )
+        text = f"; all ranks had passed the same {argument(first)} there in the same order; {here} {rank_list(side)} did not"
     if not first.left_out or first.due is None or case.wait.conflict != "shape":
         return Testimony(ranks=tuple(side), text=text)
     size = compatible.elements(first.due) if same else None
