@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from distdiag.terms.operations import synchronizes
 from distdiag.traces.intervals import Coverage, Spans, length, union, without
 from distdiag.traces.model import CollectiveTimes, Difference, LineTime, ModuleTimes, Operator, RankTimes
-from distdiag.traces.read import Comm, Op, Trace, is_comm_call, is_message
+from distdiag.traces.read import Comm, Input, Op, Trace, is_comm_call, is_message, shapes_in
 
 Key = tuple[str, int, str]  # group, sequence number, operation
 Window = tuple[float, float]
@@ -27,7 +27,8 @@ EVER: Window = (-math.inf, math.inf)
 TOP = 12
 CALL_US, ISSUED_US = 20.0, 50_000.0  # between the clocks of a call and its event; between a call and its event
 MATCH_US = 1e6  # between a collective's entry in the flight recorder and its event in the trace
-CLOCK_US, LEAST_ENDS = 5_000.0, 3
+CLOCK_US, LEAST_ENDS = 5_000.0, 3  # on one host, a rank may notice the end of a gloo collective late
+SHOWN_US = 10.0  # times are shown in steps of this
 LEAST_SAMPLES = 3  # of a line; fewer show nothing
 
 
@@ -119,24 +120,40 @@ def joined(traces: Mapping[int, Trace], windows: Mapping[int, Window]) -> dict[K
     return {key: of_rank for key, of_rank in found.items() if len(of_rank) > 1}
 
 
-def align(collectives: Mapping[Key, Mapping[int, Comm]], offsets_us: dict[int, float]) -> list[int]:
-    """Move the clocks of ranks that disagree with the first one, and return these ranks.
+def align(
+    collectives: Mapping[Key, Mapping[int, Comm]],
+    offsets_us: dict[int, float],
+    hosts: Mapping[int, str],
+    doubt_us: float,
+) -> tuple[list[int], dict[int, str]]:
+    """Move the clock of each host to that of the first rank; return the ranks that were moved, and by rank which clock it has.
 
-    All ranks leave an all_reduce, an all_gather or a barrier together. A rank whose ends differ from the first rank's by more
-    than `CLOCK_US` in the median is on a host with another clock.
+    All ranks leave an all_reduce, an all_gather or a barrier together. Ranks of one host have one clock, unless their ends are
+    `CLOCK_US` apart: then several hosts have this name. A clock is unknown, and not moved, if the median of its ends may be wrong by
+    more than `doubt_us`, or if its host has no collective with others.
     """
-    first = min(offsets_us)
-    moved = []
-    for rank in sorted(offsets_us):
+    together = [of_rank for (_, _, op), of_rank in collectives.items() if synchronizes(op.rstrip("_"))]
+    first, *others = sorted(offsets_us)
+    host = {q: hosts[q] or f"rank {q}" for q in offsets_us}
+    moves, of_host = {first: 0.0}, {host[first]: 0.0}
+    for rank in others:
         ends = [
-            of_rank[first].end + offsets_us[first] - of_rank[rank].end - offsets_us[rank]
-            for (_, _, op), of_rank in collectives.items()
-            if rank in of_rank and first in of_rank and synchronizes(op.rstrip("_"))
+            of_rank[q].end + offsets_us[q] + moves[q] - of_rank[rank].end - offsets_us[rank]
+            for of_rank in together
+            if rank in of_rank and (q := next((q for q in of_rank if q in moves), None)) is not None
         ]
-        if len(ends) >= LEAST_ENDS and abs(shift := statistics.median(ends)) > CLOCK_US:
-            offsets_us[rank] += shift
-            moved.append(rank)
-    return moved
+        shift = statistics.median(ends) if ends else 0.0
+        same = of_host.get(host[rank])
+        if same is not None and (len(ends) < LEAST_ENDS or abs(shift - same) <= CLOCK_US):
+            shift = same
+        elif statistics.median(abs(x - shift) for x in ends) > doubt_us * math.sqrt(len(ends)) if ends else hosts[rank]:
+            continue
+        moves[rank] = shift
+        of_host.setdefault(host[rank], shift)
+    moves |= {q: of_host[host[q]] for q in others if q not in moves and host[q] in of_host}
+    for rank, shift in moves.items():
+        offsets_us[rank] += shift
+    return sorted(q for q, us in moves.items() if abs(us) >= SHOWN_US), {q: "" if q in moves else host[q] for q in host}
 
 
 def last_rank(of_rank: Mapping[int, Comm]) -> int:
@@ -197,6 +214,12 @@ def compute_of(trace: Trace, window: Window) -> Spans:
     return without(union(((o.start, o.end) for o in trace.ops), low, high), other)
 
 
+def alone(spans: Iterable[Window], trace: Trace, window: Window) -> Spans:
+    """Return when these spans of the host run, and neither computation nor communication."""
+    busy = union([*compute_of(trace, window), *((c.start, c.end) for c in trace.comms)], *window)
+    return without(union(spans, *window), busy)
+
+
 def operators_of(trace: Trace, window: Window, steps: int) -> list[Operator]:
     return operators(trace.ops, window, steps) if trace.operators is None else trace.operators
 
@@ -209,9 +232,24 @@ def kernels_of(trace: Trace, window: Window, steps: int) -> tuple[float, float]:
     return trace.kernels
 
 
+def inputs_of(trace: Trace, window: Window) -> Counter[Input]:
+    """Return the tensors that the operators got and their number, in the order in which they came; nothing without record_shapes."""
+    if trace.inputs is None:
+        calls: Counter[tuple[str, str]] = Counter()
+        for o in sorted((o for o in trace.ops if o.inputs), key=lambda o: o.start):
+            if window[0] <= o.start < window[1] and not is_comm_call(o.name):
+                calls[o.name, o.inputs] += 1
+        trace.inputs = Counter()
+        for (name, text), n in calls.items():
+            for x in shapes_in(text):
+                trace.inputs[name, x] += n
+    return trace.inputs
+
+
 def condense(trace: Trace, window: Window, steps: int) -> None:
     """Keep of the operators and kernels only what the analysis of these steps needs: a few thousand intervals."""
     kernels_of(trace, window, steps)
+    inputs_of(trace, window)
     trace.compute, trace.operators = compute_of(trace, window), operators_of(trace, window, steps)
     trace.ops, trace.device = [], []
 

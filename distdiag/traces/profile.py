@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.steps import BY_NAME
 from distdiag.traces import analyse
 from distdiag.traces.analyse import Key, Spans, Window
@@ -15,8 +14,8 @@ from distdiag.traces.intervals import union
 from distdiag.traces.model import Comparison, Difference, Missing, Profile, RankTimes, parts_of
 from distdiag.traces.read import Comm
 from distdiag.traces.recorded import Recorded
-from distdiag.traces.text import place
-from distdiag.traces.verdict import verdict_of
+from distdiag.traces.text import place, ranks_text
+from distdiag.traces.verdict import LATE_WAIT, verdict_of
 
 LEAST_SHARE = 0.01  # of a step: smaller differences between two ranks are not listed
 LEAST_MS = 0.05
@@ -54,16 +53,18 @@ def profile_of(
         windows[q] = r.trace.us(ends[before]), r.trace.us(ends[last])
     steps = last - before
     collectives = analyse.joined({q: r.trace for q, r in usable.items()}, windows)
-    if usable and not same_clock and (moved := analyse.align(collectives, offsets)):
-        notes.append(f"clocks of ranks {fold_ranks(moved)} were aligned: all ranks leave a collective together")
+    unsure: set[int] = set()
+    if usable and not same_clock:
+        doubt_us = LATE_WAIT * min(high - low for low, high in windows.values()) / steps
+        collectives, unsure, notes = _on_one_clock(usable, collectives, offsets, doubt_us)
     for q, r in usable.items():  # from here on, all times are on one clock
         r.trace.shift(offsets[q])
         windows[q] = windows[q][0] + offsets[q], windows[q][1] + offsets[q]
     computes = {q: analyse.compute_of(r.trace, windows[q]) for q, r in usable.items()}
-    ranks = _rank_times(usable, windows, steps, computes, collectives)
+    ranks = _rank_times(usable, windows, steps, computes, collectives, unsure)
     by_kind = analyse.collective_times(collectives, steps)
     world = max((r.trace.world_size or 0 for r in usable.values()), default=0)
-    verdict, advice = verdict_of(ranks, collectives, usable, windows, steps, world)
+    verdict, advice = verdict_of(ranks, by_kind, collectives, usable, windows, steps, world)
     unmatched, loads = _unmatched(usable, collectives, windows), {q: r.trace.loads for q, r in usable.items()}
     profile = Profile(
         run=run, number=number, first_step=before + 1 if common else None, steps=steps, ranks=ranks, missing=missing,
@@ -73,6 +74,19 @@ def profile_of(
         comparison=_comparison(usable, windows, steps, ranks, chosen), trace=None, notes=notes,
     )  # fmt: skip
     return profile, collectives, offsets
+
+
+def _on_one_clock(
+    recorded: Mapping[int, Recorded], joined: Mapping[Key, dict[int, Comm]], offsets: dict[int, float], doubt_us: float
+) -> tuple[dict[Key, dict[int, Comm]], set[int], list[str]]:
+    """Align the clocks; return the collectives whose members then share one, the members of the others, and notes."""
+    moved, clocks = analyse.align(joined, offsets, {q: r.trace.host for q, r in recorded.items()}, doubt_us)
+    known = {key: of_rank for key, of_rank in joined.items() if len({clocks[q] for q in of_rank}) == 1}
+    unsure = {q for key, of_rank in joined.items() if key not in known for q in of_rank}
+    notes = [f"clocks of {ranks_text(moved)} were aligned: all ranks leave a collective together"] if moved else []
+    if unsure:
+        notes.append(f"how long {ranks_text(sorted(unsure))} wait is not known: their clocks cannot be compared")
+    return known, unsure, notes
 
 
 def _unmatched(
@@ -86,7 +100,7 @@ def _unmatched(
 
 def _rank_times(
     recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int, computes: Mapping[int, Spans],
-    collectives: Mapping[Key, Mapping[int, Comm]],
+    collectives: Mapping[Key, Mapping[int, Comm]], unsure: Collection[int],
 ) -> list[RankTimes]:  # fmt: skip
     shared = [(max(c.start for c in by.values()), by) for by in collectives.values()]
     out = []
@@ -94,7 +108,8 @@ def _rank_times(
         times = analyse.rank_times(q, r.trace, windows[q], steps, computes[q], shared)
         recorded_ms = (r.boundaries[-1][1] - r.boundaries[0][1]) / 1e6 / max(1, len(r.boundaries) - 1)
         lines = analyse.line_times(r.lines, r.samples, recorded_ms)
-        out.append(msgspec.structs.replace(times, lines=lines[: analyse.TOP], **r.measured))
+        wait_ms = None if q in unsure else times.wait_ms
+        out.append(msgspec.structs.replace(times, wait_ms=wait_ms, lines=lines[: analyse.TOP], **r.measured))
     return out
 
 

@@ -6,12 +6,12 @@ import gzip
 import heapq
 import math
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,6 +26,7 @@ MAX_FILE_BYTES = 512 << 20  # unpacked
 MAX_EVENTS = 5_000_000
 MAX_US = 1e16  # of a time stamp: older versions of Kineto write microseconds since 1970
 MAX_NS = 1 << 62
+MAX_SHAPES = 4_000  # characters of an operator's inputs
 _COMM_CALLS = ("c10d::", "_c10d_functional", "c10d_functional", "record_param_comms", "nccl:", "gloo:")
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \(([\w.,\- ]{1,200})\))?")  # FSDP2, `fully_shard`
@@ -33,6 +34,10 @@ _MODULE = re.compile(r"module: ([\w.\-]{1,200}|\(root\))")  # by `distdiag profi
 _BACKWARD = "autograd::engine::evaluate_function: "
 ROOT = "(root)"  # FSDP names no module for the outermost one
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "stream:")
+Input = tuple[str, tuple[int, ...]]  # operator, shape
+_Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Dims = Annotated[list[_Size], msgspec.Meta(max_length=16)]
+_shapes = msgspec.json.Decoder(list[list[_Size | _Dims]])
 
 
 class BadTrace(ValueError):
@@ -49,6 +54,7 @@ class _Args(msgspec.Struct, gc=False):
     dst: Any = msgspec.field(default=None, name="Dst Rank")
     number: Any = msgspec.field(default=None, name="Sequence number")  # of autograd
     device: Any = None
+    inputs: msgspec.Raw = msgspec.field(default=msgspec.Raw(), name="Input Dims")
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -71,12 +77,13 @@ class _File(msgspec.Struct):
 
 @dataclass(slots=True)
 class Op:
-    """One operator on a host thread; times in µs since `Trace.base_ns`."""
+    """One operator on a host thread; times in µs since `Trace.base_ns`; `inputs`: their shapes as JSON, with record_shapes."""
 
     name: str
     start: float
     end: float
     thread: int | str | None
+    inputs: str = ""
 
 
 @dataclass(slots=True)
@@ -118,9 +125,10 @@ class Trace:
         base_ns: Wall clock of time 0; 0 if not in the file.
         device: (start, end) of kernels and copies that compute; empty if only the host was traced.
         marks: ProfilerStep annotations: (number, start, end).
+        parts: What `record_function` names on the host, as the optimizer's step; `syncs`: when the host began to wait for its device.
         loads: (start, end) of waits for the data loader; `own_loads` if the training process itself loads (num_workers=0).
-        where: Its host and device, as `gpu-7, GPU 3 (NVIDIA A100)`; empty if not in the file.
-        compute, operators, kernels: Taken from `ops` and `device` by `analyse.condense`, which empties both.
+        host, where: Its host; its host and device, as `gpu-7, GPU 3 (NVIDIA A100)`; empty if not in the file.
+        compute, operators, kernels, inputs: Taken from `ops` and `device` by `analyse.condense`, which empties both.
     """
 
     rank: int | None
@@ -131,10 +139,14 @@ class Trace:
     marks: list[tuple[int, float, float]] = field(default_factory=list)
     loads: list[tuple[float, float]] = field(default_factory=list)
     own_loads: bool = False
+    parts: list[Op] = field(default_factory=list)
+    syncs: list[float] = field(default_factory=list)
+    host: str = ""
     where: str = ""
     compute: list[tuple[float, float]] | None = None
     operators: list[Operator] | None = None
     kernels: tuple[float, float] | None = None
+    inputs: Counter[Input] | None = None
     world_size: int | None = None
 
     def us(self, wall_ns: int) -> float:
@@ -144,11 +156,12 @@ class Trace:
     def shift(self, us: float) -> None:
         """Count all times from a moment that is `us` earlier."""
         self.base_ns -= round(us * 1e3)
-        for span in chain(self.ops, self.comms):
+        for span in chain(self.ops, self.comms, self.parts):
             span.start += us
             span.end += us
         self.device = [(start + us, end + us) for start, end in self.device]
         self.loads = [(start + us, end + us) for start, end in self.loads]
+        self.syncs = [start + us for start in self.syncs]
         if self.compute is not None:
             self.compute = [(start + us, end + us) for start, end in self.compute]
 
@@ -156,6 +169,19 @@ class Trace:
 def is_comm_call(name: str) -> bool:
     """True for an operator that issues communication or waits for it."""
     return name.startswith(_COMM_CALLS)
+
+
+def shapes_in(text: str) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of an operator's tensors; those of a list of tensors are one level deeper. Scalars have none."""
+    try:
+        found = _shapes.decode(text)
+    except msgspec.ValidationError:
+        return
+    for x in found:
+        sizes = tuple(y for y in x if isinstance(y, int))
+        yield from (tuple(y) for y in x if isinstance(y, list) and y)
+        if 0 < len(sizes) <= 16:
+            yield sizes
 
 
 def load(path: Path) -> bytes:
@@ -207,26 +233,26 @@ def parse(data: bytes) -> Trace:
     world = info.get("world_size")
     trace.world_size = world if is_rank(world) else None
     _sort(trace, found.traceEvents)
-    trace.where = _where(found)
+    trace.host = short_text(found.host_name)[:60]
+    trace.where = ", ".join(x for x in (trace.host, _device(found)) if x)
     return trace
 
 
-def _where(found: _File) -> str:
-    """Return the host and the device of a trace, as far as it names them."""
+def _device(found: _File) -> str:
+    """Return the device of a trace, as far as it names it."""
     kernels = (e.args.device for e in found.traceEvents if e.cat == "kernel" and e.args is not None)
     number = next((n for n in kernels if type(n) is int), None)
     listed = found.deviceProperties if isinstance(found.deviceProperties, list) else []
     names = [d.get("name") for d in listed if isinstance(d, dict) and d.get("id") == number]
     model = f" ({text})" if names and (text := short_text(names[0])[:60]) else ""
-    return ", ".join(
-        x for x in (short_text(found.host_name)[:60], f"GPU {number}{model}" if number is not None else "") if x
-    )
+    return f"GPU {number}{model}" if number is not None else ""
 
 
 def _sort(trace: Trace, events: Iterable[_Event]) -> None:
     device_comms: list[Comm] = []
     marks: list[Mark] = []
     forwards: list[Mark] = []
+    shapes: dict[bytes, str] = {}
     for e in events:
         if e.ph != "X" or e.ts is None or not -MAX_US < e.ts < MAX_US:
             continue
@@ -235,20 +261,19 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
             continue
         end = e.ts + span
         if e.cat == "cpu_op":
-            trace.ops.append(Op(e.name, e.ts, end, e.tid))
+            raw = bytes(e.args.inputs) if e.args is not None else b""
+            if raw not in shapes:
+                shapes[raw] = raw.decode() if len(raw) < MAX_SHAPES and raw[:1] == b"[" else ""
+            trace.ops.append(Op(e.name, e.ts, end, e.tid, shapes[raw]))
         elif e.cat in _DEVICE:
             if "nccl" in e.name[:40].lower():
                 device_comms.append(_comm(e, end))
             else:
                 trace.device.append((e.ts, end))
         elif e.cat == "user_annotation":
-            if e.name.startswith(_BACKENDS):
-                trace.comms.append(_comm(e, end))
-            elif e.name.startswith("ProfilerStep#") and e.name[13:].isdigit() and len(e.name) < 30:
-                trace.marks.append((int(e.name[13:]), e.ts, end))
-            elif e.name.startswith("enumerate(DataLoader)"):
-                trace.loads.append((e.ts, end))
-                trace.own_loads = trace.own_loads or "_SingleProcess" in e.name
+            _annotation(trace, e, end)
+        elif e.name.endswith("Synchronize"):  # of CUDA or HIP
+            trace.syncs.append(e.ts)
         if e.cat in ("user_annotation", "gpu_user_annotation"):
             if (m := _FSDP.fullmatch(e.name)) is not None:
                 marks.append(Mark(m[1] or ROOT, e.ts, end, e.tid))
@@ -262,6 +287,20 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
     if forwards:
         marks += forwards + _backwards(events, forwards)
     _name_modules(trace.comms, trace.ops, marks)
+
+
+def _annotation(trace: Trace, e: _Event, end: float) -> None:
+    """Take what `record_function`, a backend or the profiler has written around a part of the host's work."""
+    start = e.ts or 0.0
+    if e.name.startswith(_BACKENDS):
+        trace.comms.append(_comm(e, end))
+    elif e.name.startswith("ProfilerStep#") and e.name[13:].isdigit() and len(e.name) < 30:
+        trace.marks.append((int(e.name[13:]), start, end))
+    elif e.name.startswith("enumerate(DataLoader)"):
+        trace.loads.append((start, end))
+        trace.own_loads = trace.own_loads or "_SingleProcess" in e.name
+    else:
+        trace.parts.append(Op(e.name, start, end, e.tid))
 
 
 def _backwards(events: Iterable[_Event], forwards: Sequence[Mark]) -> list[Mark]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.tables import table, wrapped
@@ -18,6 +19,11 @@ NAME = 60  # characters of an operator's name
 def ms_text(value: float | None) -> str:
     """Return `4.20`, `836`, `3,539`; the unit is in the heading."""
     return MISSING if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return `rank 3`, `ranks 0-3,7`."""
+    return f"rank{'s' * (len(ranks) > 1)} {fold_ranks(list(ranks))}"
 
 
 def lines(p: Profile) -> list[str]:
@@ -58,7 +64,7 @@ def lines(p: Profile) -> list[str]:
     reasons: dict[str, list[int]] = {}
     for m in p.missing:
         reasons.setdefault(m.reason, []).append(m.rank)
-    notes = [f"rank{'s' * (len(qs) > 1)} {fold_ranks(qs)}: no profile: {why}" for why, qs in reasons.items()]
+    notes = [f"{ranks_text(qs)}: no profile: {why}" for why, qs in reasons.items()]
     notes += [f"note: {n}" for n in p.notes]
     return out + [line for note in notes for line in wrapped(note)]
 
@@ -83,7 +89,7 @@ def _collective_head(partial: bool) -> tuple[str, ...]:
 
 
 def _collective(c: CollectiveTimes) -> tuple[str, ...]:
-    late = f"rank {c.late_rank} ({percent(c.late_share)})"
+    late = f"rank {c.late_rank} ({percent(c.late_share)})" if c.skew_ms >= LEAST_SHARE * c.transfer_ms else MISSING
     return (
         visible(c.op)[:40],
         visible(c.group or MISSING)[:30],
@@ -111,7 +117,8 @@ def path_text(p: CriticalPath, partial: bool = False) -> str:
     parts = [(r.compute_ms, f"compute of rank {r.rank}") for r in p.ranks]
     parts += [(r.idle_ms, f"rank {r.rank} idle") for r in p.ranks]
     parts += [(r.unmatched_ms, f"unmatched communication of rank {r.rank}") for r in p.ranks]
-    parts += [(r.data_ms, f"data loading of rank {r.rank}") for r in p.ranks]
+    loading = [r.rank for r in p.ranks if r.data_ms > 0]
+    parts.append((sum(r.data_ms for r in p.ranks), f"data loading of {ranks_text(loading)}"))
     parts.append((p.transfer_ms, "transfers, or waits for ranks without a trace," if partial else "transfers"))
     parts = sorted((x for x in parts if x[0] >= LEAST_SHARE * p.step_ms), key=lambda x: -x[0])
     shown = ", ".join(f"{name} {ms_text(ms)} ({percent(ms / p.step_ms)})" for ms, name in parts[:PARTS])

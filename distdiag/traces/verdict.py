@@ -1,36 +1,49 @@
-"""The verdict on a profile: the rank that the others wait for, and why, or communication that every rank waits for; and what to do."""
+"""The verdict on a profile: the rank that the others wait for, and why, or data or communication that every rank waits for; and what to do."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import percent, size_text
+from distdiag.terms.untrusted import visible
 from distdiag.traces import analyse
 from distdiag.traces.analyse import Key, Window
-from distdiag.traces.intervals import length, union
-from distdiag.traces.model import RankTimes
+from distdiag.traces.intervals import Coverage, Spans, length, union
+from distdiag.traces.model import CollectiveTimes, RankTimes
 from distdiag.traces.read import Comm, is_message
 from distdiag.traces.recorded import Recorded
-from distdiag.traces.text import ms_text
+from distdiag.traces.text import NAME, ms_text
 
 LATE_SHARE, LATE_WAIT = 0.6, 0.05  # of all skew, of a step: from here on one rank is named
 LATE_STEPS, LEAST_STEPS = 0.8, 0.3  # share of the steps with a late rank in which it must be the latest; of all steps
+MOST = 0.8  # of what takes a late rank longer: from here on a part is named as the reason
 MORE_SHARE = 0.03  # of a step: a part of a late rank's time is named as the reason if it exceeds the others' by this
-COMM_SHARE = 0.3  # of a step, on every rank: from here on exposed communication is named
-_TRACE_TOO = "trace ranks {ranks}, too: the late rank may be one of them"
+SHARED = 0.3  # of a step, on every rank: from here on waits for data and exposed communication are named
+SMALL_BYTES, SEVERAL = (
+    1 << 16,
+    2.5,
+)  # collectives below, and as many per step, are worth joining: they cost their latency
+_TRACE_TOO = "trace ranks {absent}, too: the late rank may be one of them"
 _DATA = (
     "look at how rank {late} loads its data: {workers}, cheaper transforms, faster storage; see why its samples take longer than "
     "those of the other ranks (`distdiag probe dataloader`)"
 )
 _OWN_LOADS = "its training process loads each batch itself (num_workers=0): give the DataLoader workers"
 _WORKERS = "more workers (num_workers)"
+_INPUT = "{workers}, a larger prefetch_factor, cheaper transforms, faster storage: `distdiag probe dataloader` finds the setting"
 _SLOWER = (
     "compare the clocks, power and temperature of rank {late}'s device{where} with another rank's (`nvidia-smi -q -d "
-    "CLOCK,POWER,TEMPERATURE,PERFORMANCE`), then the sizes of their batches"
+    "CLOCK,POWER,TEMPERATURE,PERFORMANCE`)"
+)
+_SIZES = ", then the sizes of their batches"
+_LARGER = (
+    "give rank {late} as much work as the others: the same batch size, and samples sorted into batches by their length"
 )
 _MORE_KERNELS = (
     "compare what rank {late} computes with the others: a larger batch, longer sequences, more layers or experts"
@@ -42,13 +55,19 @@ _COMM = (
     "let computation hide it: average gradients during the backward (DDP, or async_op=True and a later wait()), accumulate several "
     "batches in no_sync(), or send less (bf16_compress_hook); `distdiag probe` measures what the network can do"
 )
+_SMALL = (
+    "put the tensors of a step into one and reduce that in one call: small calls cost their latency, not their bytes; "
+    "`distdiag probe` measures it"
+)
+_SYNCS = "keep rank {late}{where} from waiting for its device so often: no `.item()`, `.cpu()` or printed tensor for each parameter or batch"
+_OPTIMIZER = "; an optimizer reads each parameter's `step`: keep those on the CPU (load the checkpoint with map_location='cpu'), or set fused=True"
 
 
 def verdict_of(
-    ranks: Sequence[RankTimes], collectives: Mapping[Key, Mapping[int, Comm]], recorded: Mapping[int, Recorded],
+    ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], collectives: Mapping[Key, Mapping[int, Comm]], recorded: Mapping[int, Recorded],
     windows: Mapping[int, Window], steps: int, world: int,
 ) -> tuple[str | None, str | None]:  # fmt: skip
-    """Return the rank that the others wait for, and why, else communication that every rank waits for; and what to do about it."""
+    """Return the rank that the others wait for, and why, else what every rank waits for, data or communication; and what to do about it."""
     partial, absent = world > len(ranks), sorted(set(range(world)) - set(recorded))
     found = _late_rank(collectives, recorded, steps)
     late, led = found or (-1, 0)
@@ -61,20 +80,62 @@ def verdict_of(
         among = f"of the {len(ranks)} ranks with a trace, of {world:,}, " if partial else ""
         waited = f"others wait up to {ms_text(most)} ms of a step of {ms_text(step)} ms for it"
         why, advice = _more(late, ranks, recorded, windows, steps)
-        advice += f"; {_TRACE_TOO.format(ranks=fold_ranks(absent))}" if partial else ""
+        advice += f"; {_TRACE_TOO.format(absent=fold_ranks(absent))}" if partial else ""
         return f"{among}rank {late} comes last to the collectives{often}: {waited}{why}", advice
-    exposed = [(r.exposed_ms - min(r.wait_ms or 0.0, r.exposed_ms), r.step_ms) for r in ranks if r.step_ms > 0]
-    if len(exposed) < 2 or min(ms / step_ms for ms, step_ms in exposed) < COMM_SHARE:
-        return None, None
+    shared = (
+        _input(ranks, recorded, windows, partial),
+        _exposed(ranks, by_kind, _no_transfer(collectives, steps, step) if partial else None),
+    )
+    _share, text, advice = max((x for x in shared if x), default=(0.0, None, None), key=lambda x: x[0])
+    return text, advice.format(absent=fold_ranks(absent)) if advice else None
+
+
+def _input(
+    ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], windows: Mapping[int, Window], partial: bool
+) -> tuple[float, str, str] | None:
+    """Return the share of a step that every rank waits for data, also without the step that waits longest; and what to do."""
+    least = min((r for r in ranks if r.step_ms > 0), key=lambda r: r.data_ms / r.step_ms, default=None)
+    if least is None or (share := least.data_ms / least.step_ms) < SHARED:
+        return None
+    for q, r in recorded.items():
+        data, (low, high) = Coverage(analyse.alone(r.trace.loads, r.trace, windows[q])), windows[q]
+        ends = [r.trace.us(ns) for _, ns in r.boundaries]
+        waits = sorted((data.within(a, b), b - a) for a, b in pairwise(ends) if low < (a + b) / 2 < high)
+        waits = waits[:-1] or waits  # the first batch of an epoch waits for the workers' start
+        if sum(us for us, _ in waits) < SHARED * sum(us for _, us in waits):
+            return None
+    of = " with a trace" if partial else ""
+    own_loads = any(r.trace.own_loads for r in recorded.values())
+    text = f"every rank{of} waits for data: at least {percent(share)} of a step, {ms_text(least.data_ms)} of {ms_text(least.step_ms)} ms"
+    return share, text, _INPUT.format(workers=_OWN_LOADS if own_loads else _WORKERS)
+
+
+def _exposed(
+    ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], partial: str | None
+) -> tuple[float, str, str] | None:
+    """Return the share of a step that communication takes on every rank, and computation does not hide; and what to do.
+
+    Args:
+        partial: Of ranks without a trace: what shows that it is a wait for them. None: all ranks have one.
+    """
+    known = (r for r in ranks if r.step_ms > 0 and r.wait_ms is not None)
+    exposed = [(r.exposed_ms - min(r.wait_ms or 0.0, r.exposed_ms), r.step_ms) for r in known]
+    if not 2 <= len(exposed) == len(ranks) or (share := min(ms / step_ms for ms, step_ms in exposed)) < SHARED:
+        return None
     least, step = min(exposed, key=lambda x: x[0] / x[1])
-    others = ", or waiting for the ranks without a trace," if partial else ""
+    others = "" if partial is None else ", or waiting for the ranks without a trace,"
     text = (
-        f"communication{others} that no computation hides takes at least {percent(least / step)} of a step on every rank: "
+        f"communication{others} that no computation hides takes at least {percent(share)} of a step on every rank: "
         f"{ms_text(least)} of {ms_text(step)} ms"
     )
-    if not partial:
-        return text, _COMM
-    return text + _no_transfer(collectives, steps, step), _TRACE_TOO.format(ranks=fold_ranks(absent))
+    if partial is not None:
+        return share, text + partial, _TRACE_TOO
+    small = [c for c in by_kind if c.per_step >= SEVERAL and (c.bytes_per_step or math.inf) / c.per_step < SMALL_BYTES]
+    if 2 * sum(c.transfer_ms for c in small) < sum(c.transfer_ms for c in by_kind):
+        return share, text, _COMM
+    calls, n_bytes = sum(c.per_step for c in small), sum(c.bytes_per_step or 0.0 for c in small)
+    text += f", most of it in {calls:g} collectives a step of {size_text(n_bytes / calls)} on average"
+    return share, text, _SMALL
 
 
 def _no_transfer(collectives: Mapping[Key, Mapping[int, Comm]], steps: int, step_ms: float) -> str:
@@ -150,7 +211,7 @@ def _more(
     own, trace = next(r for r in ranks if r.rank == late), recorded[late].trace
     data_ms = {q: length(union(r.trace.loads, *windows[q])) / 1e3 / steps for q, r in recorded.items() if r.trace.loads}
     kernels = {q: analyse.kernels_of(r.trace, windows[q], steps) for q, r in recorded.items()}
-    slower, computing = _kernels(late, kernels)
+    slower, computing = _kernels(late, kernels, recorded, windows)
     times = [
         ("its data loader takes", data_ms, "", _DATA),
         ("it computes for", {r.rank: r.compute_ms for r in ranks}, slower, computing),
@@ -166,12 +227,74 @@ def _more(
     found = [x for x in found if x[0] >= MORE_SHARE * own.step_ms]
     most = max((more for more, *_ in found), default=0.0)
     # the loader is named first: a wait for it is also time in which nothing is computed
-    text, advice = next(((text, advice) for more, text, advice in found if more >= 0.8 * most), ("", _UNKNOWN))
+    text, advice = next(((text, advice) for more, text, advice in found if more >= MOST * most), ("", _UNKNOWN))
+    if advice is _IDLE:
+        inside, advice = _idle(late, MOST * most, recorded, windows, steps)
+        text += inside
     where, workers = f" ({trace.where})" if trace.where else "", _OWN_LOADS if trace.own_loads else _WORKERS
     return text, advice.format(late=late, where=where, workers=workers)
 
 
-def _kernels(late: int, of_rank: Mapping[int, tuple[float, float]]) -> tuple[str, str]:
+def _idle(
+    late: int, most: float, recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int
+) -> tuple[str, str]:
+    """Return in which part of the step the late rank is idle `most` ms longer, and how often it waits for its device; and what to do."""
+    parts: dict[str, dict[int, Spans]] = defaultdict(lambda: {q: [] for q in recorded})
+    syncs, items = {}, {}
+    for q, r in recorded.items():
+        spans: dict[str, Spans] = defaultdict(list)
+        for x in r.trace.parts:
+            spans[x.name].append((x.start, x.end))
+        for name, of_name in spans.items():
+            parts[name][q] = analyse.alone(of_name, r.trace, windows[q])
+        syncs[q] = sum(windows[q][0] <= at < windows[q][1] for at in r.trace.syncs) / steps
+        items[q] = sum(o.calls for o in analyse.operators_of(r.trace, windows[q], steps) if o.name == "aten::item")
+    longer = []
+    for name, of_rank in parts.items():
+        gaps, least_us = of_rank.pop(late), 1e3 * most * steps
+        if length(gaps) - statistics.median(map(length, of_rank.values())) >= least_us:
+            longer.append((length(gaps) / 1e3 / steps, name, gaps))
+    ms, name, gaps = min(longer, default=(0.0, "", []))  # the innermost one
+    text = f", {ms_text(ms)} ms of it in its {visible(name)[:NAME]}" if name else ""
+    own, usual = syncs.pop(late), statistics.median(syncs.values())
+    gaps = gaps or analyse.alone([windows[late]], recorded[late].trace, windows[late])
+    if own < 2 * usual + 1 or max(end - start for start, end in gaps) > 1e3 * most / 2:  # one pause, no waits
+        return text, _IDLE
+    text += f"; it waits for its device {own:g} times per step (median of the others: {usual:g})"
+    text += f", {min(own, items[late]):g} times in aten::item" if items[late] >= own / 2 else ""
+    return text, _SYNCS + (_OPTIMIZER if name.startswith("Optimizer.step#") else "")
+
+
+def _larger(late: int, longer: float, recorded: Mapping[int, Recorded], windows: Mapping[int, Window]) -> str | None:
+    """Return by example which inputs are larger, if that explains why kernels take `longer` times as long; empty if all are equal.
+
+    None if it explains too little, or a trace has no shapes.
+    """
+    inputs = {q: analyse.inputs_of(r.trace, windows[q]) for q, r in recorded.items()}
+    own, peers = inputs.pop(late), list(inputs.items())
+    if not own or not all(of_peer for _, of_peer in peers):
+        return None
+    ratios = []
+    for _, of_peer in peers:
+        more, less = (sum(n * math.prod(shape) for (_, shape), n in x.items()) for x in (own - of_peer, of_peer - own))
+        ratios.append(more / less if less else 1.0 + more)
+    if statistics.median(ratios) < 1 + (longer - 1) / 2:
+        return "" if all(of_peer == own for _, of_peer in peers) else None
+    peer, of_peer = peers[0]
+    theirs = {(name, len(shape), n): shape for (name, shape), n in reversed((of_peer - own).items())}
+    for (name, shape), n in (own - of_peer).items():
+        other = theirs.get((name, len(shape), n), shape)
+        if math.prod(other) < math.prod(shape):
+            return f": {visible(name)[:NAME]} gets {list(shape)}, on rank {peer} {list(other)}"
+    return None
+
+
+def _kernels(
+    late: int,
+    of_rank: Mapping[int, tuple[float, float]],
+    recorded: Mapping[int, Recorded],
+    windows: Mapping[int, Window],
+) -> tuple[str, str]:
     """Return whether the late rank runs more kernels than the others, or as many that take longer, and what to do.
 
     The text is empty without a device.
@@ -186,7 +309,10 @@ def _kernels(late: int, of_rank: Mapping[int, tuple[float, float]]) -> tuple[str
         return f", in {more:.2f} times as many kernels", _MORE_KERNELS
     if more <= 1 - MORE_SHARE or longer < 1 + MORE_SHARE:
         return "", _MORE_KERNELS
-    return (
-        f", in as many kernels, on average {longer:.2f} times as long: a slower device (clocks, heat), or larger inputs",
-        _SLOWER,
-    )
+    text = f", in as many kernels, on average {longer:.2f} times as long"
+    inputs = _larger(late, longer, recorded, windows)
+    if inputs:
+        return f"{text}, as its inputs are larger{inputs}", _LARGER
+    if inputs is not None:
+        return f"{text}, on inputs of the same shapes: a slower device (clocks, heat)", _SLOWER
+    return f"{text}: a slower device (clocks, heat), or larger inputs", _SLOWER + _SIZES

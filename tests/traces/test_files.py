@@ -59,6 +59,59 @@ def test_the_late_rank_of_a_cluster_is_named_although_its_clocks_differ(tmp_path
     assert "clocks of ranks 1-2 were aligned" in found.notes[0]
 
 
+def change(path: Path, **whole: Any) -> list[dict[str, Any]]:
+    """Set keys of a trace file, and return its events."""
+    found = json.loads(gzip.decompress(path.read_bytes())) | whole
+    path.write_bytes(gzip.compress(json.dumps(found).encode()))
+    return found["traceEvents"]
+
+
+@pytest.mark.parametrize("clock_us", [-1_800.0, 300.0, 2_500.0])
+def test_clocks_of_hosts_are_aligned_however_little_they_differ(tmp_path: Path, clock_us: float) -> None:
+    for rank in range(4):
+        change(write_rank(tmp_path, rank, rank * 2.0, clock_us if rank > 1 else 0.0), host_name=f"n{rank // 2}")
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert [r.wait_ms for r in found.ranks] == pytest.approx([0.006, 0.004, 0.002, 0.0])
+    assert found.verdict is not None and found.verdict.startswith("communication")
+    assert "clocks of ranks 2-3 were aligned: all ranks leave a collective together" in found.notes
+    assert "rank 3 (" not in "\n".join(text.lines(found))  # 6 of 550 µs are no lateness
+
+
+@pytest.mark.parametrize(("late_end", "aligned"), [(900.0, False), (9_000.0, True)])
+def test_ranks_of_one_host_have_one_clock_unless_two_hosts_have_its_name(
+    tmp_path: Path, late_end: float, aligned: bool
+) -> None:
+    for rank in range(2):
+        change(write_rank(tmp_path, rank, clock_us=rank * late_end), host_name="node")
+    notes = diagnose("traces", find([str(tmp_path)])).notes
+    assert any("were aligned" in x for x in notes) is aligned
+
+
+def test_waits_for_a_host_whose_clock_is_not_known_are_not_shown(tmp_path: Path) -> None:
+    """The collectives of its rank end now before, now after those of the others."""
+    for rank in range(3):
+        path = write_rank(tmp_path, rank, clock_us=rank * 500.0)
+        events = change(path, host_name=f"host-{rank}")
+        for nth, e in enumerate(x for x in events if rank == 2 and x["name"].startswith("nccl")):
+            e["dur"] += (-200.0, 250.0)[nth % 2]
+        change(path, traceEvents=events)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert [r.wait_ms for r in found.ranks] == [None, None, None]
+    assert found.verdict is None and not found.collectives
+    assert "how long ranks 0-2 wait is not known: their clocks cannot be compared" in found.notes
+
+
+def test_messages_between_hosts_without_a_collective_are_left_out(tmp_path: Path) -> None:
+    for rank in range(2):
+        path = write_rank(tmp_path, rank, clock_us=rank * 40_000.0)
+        events = change(path, host_name=f"host-{rank}")
+        for e in (x for x in events if x["name"].startswith("nccl")):
+            e["args"] |= {"Collective name": ("send", "recv")[rank], "Src Rank": 0, "Dst Rank": 1}
+        change(path, traceEvents=events)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert (found.verdict, found.collectives, found.critical_path) == (None, [], None)
+
+
 def test_time_stamps_since_1970_are_read_and_ranks_without_a_trace_counted(tmp_path: Path) -> None:
     """Older versions of Kineto write no baseTimeNanoseconds, and users send traces of 2 of 128 ranks."""
     for rank in range(2):
@@ -154,6 +207,121 @@ def test_a_late_rank_runs_more_kernels_or_longer_ones(tmp_path: Path, more: bool
     found = diagnose("traces", find([str(tmp_path)]))
     assert found.verdict is not None and why in found.verdict
     assert found.advice is not None and ("a larger batch" if more else "node-1, GPU 5 (Made-Up 9)") in found.advice
+
+
+def load_data(path: Path, waits: list[float], kind: str = "_MultiProcessing") -> None:
+    """Let each step begin with a wait for data, in which nothing else runs; the collective ends as before."""
+    events = change(path)
+    steps = [e["ts"] for e in events if e["name"].startswith("ProfilerStep")]
+    for e in [e for e in events if e["name"] in ("gemm", "aten::mm")]:
+        e["ts"] += waits[round(e["ts"] // 1000)]
+        e["dur"] = 50.0
+    for e in [e for e in events if e["name"].startswith("nccl")]:
+        wait = waits[round(e["ts"] // 1000)]
+        e["ts"], e["dur"] = e["ts"] // 1000 * 1000 + 950.0, 40.0
+        start = e["ts"] - 950
+        assert start in steps and wait < 900
+        events.append(
+            op(f"enumerate(DataLoader)#{kind}DataLoaderIter.__next__", start, start + wait, cat="user_annotation")
+        )
+    change(path, traceEvents=events)
+
+
+@pytest.mark.parametrize(
+    ("waits", "verdict"),
+    [
+        ([500.0, 600.0, 700.0, 800.0], "every rank waits for data: at least 65 % of a step, 0.65 of 1.00 ms"),
+        ([100.0, 800.0, 100.0, 800.0], "every rank waits for data: at least 45 % of a step, 0.45 of 1.00 ms"),
+        ([200.0] * 4, None),
+        ([850.0, 200.0, 200.0, 200.0], None),  # the first batch of an epoch
+    ],
+)
+def test_waits_for_data_of_all_ranks_are_named(tmp_path: Path, waits: list[float], verdict: str | None) -> None:
+    for rank in range(3):
+        load_data(write_rank(tmp_path, rank), waits)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict == verdict
+    if verdict is not None:
+        assert found.advice is not None and found.advice.startswith("more workers (num_workers)")
+        assert "data loading of rank" in "\n".join(text.lines(found))
+
+
+def test_a_rank_that_waits_little_for_data_leaves_no_verdict_on_all(tmp_path: Path) -> None:
+    for rank in range(3):
+        load_data(write_rank(tmp_path, rank), [700.0 * (rank > 0)] * 4, "_SingleProcess")
+    verdict = diagnose("traces", find([str(tmp_path)])).verdict
+    assert verdict is None or "every rank" not in verdict
+
+
+@pytest.mark.parametrize(("elements", "small"), [(1024, True), (1 << 20, False)])
+def test_many_small_collectives_cost_their_latency(tmp_path: Path, elements: int, small: bool) -> None:
+    for rank in range(3):
+        path = write_rank(tmp_path, rank)
+        events = change(path)
+        for e in [e for e in events if e["name"].startswith("nccl")]:
+            events.remove(e)
+            for nth in range(5):
+                seq = {"Seq": e["args"]["Seq"] * 5 + nth, "In msg nelems": elements}
+                events.append(e | {"ts": e["ts"] + 100 * nth, "dur": 99.0, "args": e["args"] | seq})
+        change(path, traceEvents=events)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict is not None and found.advice is not None
+    assert ("most of it in 5 collectives a step of 4.0 KiB on average" in found.verdict) is small
+    assert found.advice.startswith("put the tensors of a step into one" if small else "let computation hide it")
+
+
+@pytest.mark.parametrize("pause", [False, True])
+def test_a_late_ranks_part_of_the_step_and_its_waits_for_the_device_are_named(tmp_path: Path, pause: bool) -> None:
+    """The device runs a kernel after each wait; or it has nothing to do for one long pause, and the waits are short."""
+    for rank in range(3):
+        path = write_rank(tmp_path, rank)
+        events = change(path)
+        for e in [e for e in events if e["name"].startswith(("nccl", "ProfilerStep"))]:
+            begin = e["ts"] // 1000 * 1000
+            if e["name"].startswith("nccl"):
+                late = 300.0 if rank == 1 else 2.0
+                e["ts"], e["dur"] = e["ts"] + late, e["dur"] - late
+                for name in ("train", "Optimizer.step#Lion.step"):  # in a part of the user's own
+                    events.append(op(name, begin + 345, begin + 350 + late, cat="user_annotation"))
+                for nth in range(9 if rank == 1 else 1):
+                    at = begin + 346 + 30 * nth
+                    events.append(op("aten::item", at, at + 1))
+                    events.append(op("cudaStreamSynchronize", at, at + 1, cat="cuda_runtime"))
+                    events.append(op("tiny", at + 20, at + 20.01, tid=7, cat="kernel")) if not pause else None
+        change(path, traceEvents=events)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict is not None and found.advice is not None
+    assert "ms of it in its Optimizer.step#Lion.step" in found.verdict
+    waits = "; it waits for its device 9 times per step (median of the others: 1), 9 times in aten::item"
+    assert (waits in found.verdict) is not pause
+    assert ("map_location='cpu'" in found.advice) is not pause
+
+
+@pytest.mark.parametrize(
+    ("length", "why", "advice"),
+    [
+        (512, "as its inputs are larger: aten::embedding gets [4, 512], on rank 0 [4, 256]", "give rank 1 as much"),
+        (256, "on inputs of the same shapes: a slower device (clocks, heat)", "compare the clocks"),
+        (260, "a slower device (clocks, heat), or larger inputs", "compare the clocks"),
+    ],
+)
+def test_shapes_decide_between_larger_inputs_and_a_slower_device(
+    tmp_path: Path, length: int, why: str, advice: str
+) -> None:
+    for rank in range(3):
+        path = write_rank(tmp_path, rank, late_us=300.0 * (rank == 1))
+        n = length if rank == 1 else 256
+        events = change(path)
+        for e in [e for e in events if e["name"] == "aten::mm"]:
+            shapes = {"Input Dims": [[4 * n, 64], [64, 64], [], [[64, 64], [64]]]}
+            e["args"] |= shapes
+            e["ts"] += 5.0
+            events.append(op("aten::embedding", e["ts"] - 4, e["ts"], **{"Input Dims": [[900, 64], [4, n], []]}))
+            events.append(op("aten::odd", e["ts"], e["ts"] + 1, **{"Input Dims": [5, [-1], [1e9], "x", [[[[7]]]]]}))
+        change(path, traceEvents=events)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict is not None and why in found.verdict
+    assert found.advice is not None and found.advice.startswith(advice)
 
 
 def test_waits_for_ranks_without_a_trace_are_not_called_transfers(tmp_path: Path) -> None:
