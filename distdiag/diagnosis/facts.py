@@ -30,7 +30,7 @@ class Facts:
     waits_settled: bool = True  # no rank made progress since the last poll: what the waits prove may be reported
     # no rank waits now, but none has made progress since some waited for a living rank: ranks are being killed
     no_progress_since_wait: bool = False
-    repeated: tuple[Finding, ...] = ()  # findings about ranks that wait for good, repeated unchanged at this poll
+    repeated: tuple[Finding, ...] = ()  # findings about ranks that wait, repeated unchanged at this poll
     locks: tuple[LockCycle, ...] = ()  # cycles through file locks, the same as at the last poll
     reported: tuple[Finding, ...] = ()  # open findings of earlier polls
     pauses: Pauses = field(default_factory=Pauses)  # of all ranks so far

@@ -40,6 +40,11 @@ def _progress(s: Snapshot) -> tuple:
     )
 
 
+def _asked_to_end(s: Snapshot) -> bool:
+    """True if the launcher got a signal, or Ctrl-C unwinds a rank: where that brings it is no evidence of what it did before."""
+    return s.stopped_by is not None or any((r.handling or "").startswith("KeyboardInterrupt") for r in s.ranks.values())
+
+
 @dataclass
 class History:
     """Computes the facts of each poll, from the snapshot and earlier polls.
@@ -57,6 +62,7 @@ class History:
     _stuck_mark: tuple = ()  # the progress of all ranks when ranks were stuck last
     _waiting_mark: tuple = ()  # the same, when ranks waited for a living rank last
     _first_end_s: float | None = None
+    _undisturbed_s: float = 0.0  # the last poll at which nothing had asked the ranks to end
     _late: tuple[float, Late] | None = None
     _episodes: dict[int, float] = field(default_factory=dict)
     _pauses: Pauses = field(default_factory=Pauses)
@@ -80,7 +86,14 @@ class History:
         facts.ends_settled = self._ends_settled(s, facts, final)
         if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:
             facts.late = self._late[1]
-        self._settle_waits(s, facts)
+        if not _asked_to_end(s):
+            self._undisturbed_s = s.t_s
+        held = (f for f in facts.reported if kinds.blocks(f) or kinds.of(f).suspends)
+        before = tuple(f for f in held if (f.detected_s or 0.0) <= self._undisturbed_s < s.t_s)
+        if before and graph.waits:
+            facts.waits_settled, facts.repeated = False, before
+        else:
+            self._settle_waits(s, facts)
         return facts
 
     def _ends_settled(self, s: Snapshot, facts: Facts, final: bool) -> bool:

@@ -302,8 +302,8 @@ class Monitor:
         """Return the state of this node's ranks as the diagnosis gets it."""
         made = make_snapshot(now_s, self.views, self._idle, self.gatherer, self.recording.collectives, self.sampling)
         ends_ns = [v.ending.t_mono_ns for v in self.views.values() if v.ending is not None]
-        stopped = launcher.stopped_by(self.run_dir) if ends_ns else None
-        if stopped is None or not self.start_ns <= stopped[1] <= min(ends_ns):
+        stopped = launcher.stopped_by(self.run_dir) if ends_ns or self.diagnosis.open(Severity.WARNING) else None
+        if stopped is None or not self.start_ns <= stopped[1] <= min(ends_ns, default=stopped[1]):
             return made
         return msgspec.structs.replace(made, stopped_by=stopped[0])
 

@@ -63,6 +63,40 @@ def test_a_stall_stays_reported_while_its_ranks_are_being_killed() -> None:
     assert d.update(dying) == [] and only(d.open()) == f
 
 
+@pytest.mark.parametrize(
+    "asked", [{"handling": "KeyboardInterrupt"}, {}], ids=["Ctrl-C reaches the rank", "the launcher got a signal"]
+)
+def test_where_a_rank_unwinds_to_after_an_interrupt_is_no_evidence(asked: dict[str, Any]) -> None:
+    """It leaves its line for the locks and collectives of `with` and `finally`."""
+    line, cleanup = Site("/job/cache.py", 8, "fill"), Site("/job/cache.py", 7, "fill")
+
+    def poll(t_s: float, **late: Any) -> Snapshot:
+        call = Call(op="all_reduce", group="default_pg", seq=9, entered_s=1.0, site=LOOP)
+        waits = [rank(q, blocked=call, enqueued={"default_pg": 9}, activity="waiting") for q in (0, 1)]
+        late = {"enqueued": {"default_pg": 8}, **late}
+        return job(*waits, rank(2, **late), t_s=t_s, stopped_by=None if t_s < 40 or asked else 2)
+
+    d = Diagnosis(source=lambda _: None)
+    for t in range(40):
+        d.update(poll(float(t), activity="queue", current_site=line, user_stack=(line,)))
+    f = only(d.open())
+    assert f.severity == "error" and "waits on a queue" in f.message
+    unwinding = {**asked, "current_site": cleanup, "user_stack": (cleanup,)}
+    barrier = Call(op="barrier", group="default_pg", seq=9, entered_s=41.0, site=cleanup)
+    for t_s, where in ((40.0, {"activity": "lock"}), (41.0, {"blocked": barrier, "enqueued": {"default_pg": 9}})):
+        for later_s in (0.0, 0.25, 0.5):
+            d.update(poll(t_s + later_s, **unwinding, **where))
+    assert only(d.findings) == f
+
+
+def test_a_rank_that_handles_an_interrupt_of_its_own_still_stalls_the_others() -> None:
+    """It was interrupted before the others waited: that is the cause."""
+    d = Diagnosis(source=lambda _: None)
+    for t in range(60):
+        d.update(waits_for_rank_one(2.0, float(t), activity="lock", handling="KeyboardInterrupt"))
+    assert only(d.open()).severity == "error" and "KeyboardInterrupt" in only(d.open()).message
+
+
 def test_a_tie_is_decided_once_nobody_has_moved_for_a_while() -> None:
     """Ranks that are still on their way could change the majority."""
     calls = [Call(op=op, group="default_pg", seq=7, entered_s=0.0, site=LOOP) for op in ("barrier", "all_reduce")]

@@ -7,10 +7,12 @@ appear) are one finding.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import PurePath
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
@@ -50,6 +52,7 @@ from distdiag.terms.activity import ACTIVITIES, by_line, refined
 from distdiag.terms.operations import op_name
 from distdiag.terms.ranks import by_value
 from distdiag.terms.signals import signal_name
+from distdiag.terms.sites import line_text
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
@@ -113,7 +116,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield Abstained("another finding has already stopped the job", checked=True)
         return
     stalled = [f for f in facts.reported if f.kind == kind.name]
-    if stalled and (facts.ends or facts.no_progress_since_wait):
+    if stalled and (facts.ends or facts.no_progress_since_wait or facts.repeated):
         yield from stalled  # as reported: ranks that are ending give no new evidence
         return
     s, graph = facts.snapshot, facts.graph
@@ -376,7 +379,7 @@ def _unset(facts: Facts, waited_s: float) -> Severity | None:
 
 _WAIT_OF = "{victims:#} of {world} ranks wait"
 _warning = partial(Template, kind, severity=Severity.WARNING)
-STALL = _warning("user_code", "{left}{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}{died}; {victims} {victims:has|have} waited "
+STALL = _warning("user_code", "{left}{missing}{size}{implicit}; {does}{imports}{loop}{worker}{open}{handling}{died}; {victims} {victims:has|have} waited "
                  "{waited_s:time}{usual}", "{cost}", "{do}")  # fmt: skip
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
@@ -413,6 +416,10 @@ _DO_OPEN = "{ranks} must enter {call}, too, or no rank may: {why}"
 _DO_GONE = (
     "see what ended that process (what it printed; `dmesg -T | grep -i oom`); if the rank waits for it, let the rank fail with it: look "
     "at is_alive() or the exit code, and give the wait a timeout"
+)
+_DO_IMPORT = (
+    "if that thread or process imports {module}, too, even a name of it, it waits until this import ends: start none while a module is imported, but in a "
+    "function that is called later"
 )
 _DO_LEFT = "let all ranks leave that loop in the same round: let them decide together when it ends (all_reduce a flag)"
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
@@ -481,6 +488,9 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     left = [] if call.p2p else paths.left_loop(r.user_stack, victim.user_stack, facts.source)
     if left:
         advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
+    imports = _import(facts, r)
+    if imports and doing == "worker":
+        advice = _DO_IMPORT.format(module=imports.rpartition(" ")[2])
     fed, does = _of_queue(facts, r, victims) if doing in ("socket", "queue", "lock") else ("", "")
     advice = fed or advice
     longest_s = r.longest_delay_s
@@ -492,6 +502,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=does or keys_text(states, others) or f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
+        imports=imports,
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
         worker=worker_text(r) if doing == "data" else "",
         open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
@@ -502,6 +513,14 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         cost=_cost(s.world_size, victims, ranks, sure=bool(key or for_file or fed), waits=doing in ("socket", "queue")),
         do=advice,
     )  # fmt: skip
+
+
+def _import(facts: Facts, r: RankState) -> str:
+    """Return `, while train.py:48 imports views.py`, of the innermost import that a rank is in; empty if it is in none."""
+    for inner, outer in itertools.pairwise(r.user_stack):
+        if inner.function == "<module>" and "import" in line_at(outer, facts.source):
+            return f", while {line_text(outer.file, outer.line, base=True)} imports {PurePath(inner.file).name}"
+    return ""
 
 
 def _cost(world: int, victims: Sequence[int], ranks: Sequence[int], sure: bool, waits: bool) -> str:

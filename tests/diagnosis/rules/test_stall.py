@@ -136,6 +136,20 @@ def test_what_a_rank_waits_for_is_read_from_its_line(activity: str, line: str, t
 
 
 @pytest.mark.parametrize(
+    ("line", "imports"),
+    [("import views", True), ("mod = importlib.import_module(name)", True), ("runpy.run_path(script)", False)],
+)
+def test_a_rank_that_waits_within_an_import_is_said_to(line: str, imports: bool) -> None:
+    """Its threads may wait for the end of that import."""
+    wait, body, script = (
+        Site(f"/job/{f}.py", 1, n) for f, n in (("views", "fill"), ("views", "<module>"), ("run", "main"))
+    )
+    s = waits_for_rank_one(85.0, 100.0, activity="lock", current_site=wait, user_stack=(wait, body, script))
+    f = only(findings(s, stall, source={"/job/run.py": line, "/job/views.py": "x = pool.map(draw, jobs)"}.get))
+    assert ("while run.py:1 imports views.py" in f.message) is imports is ("import" in f.advice)
+
+
+@pytest.mark.parametrize(
     ("calls", "waited_s", "reported"),
     [(0, 40.0, False), (0, 70.0, True), (8, 25.0, False), (8, 40.0, True), (40, 25.0, True)],
 )
