@@ -65,7 +65,8 @@ def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] 
             waited = _waited(*lived) if lived is not None and not worst else ""
             until = f", while {waited}" if waited else ""
             return State.FAILED, f"{STOPPED_BY} {stopped} (from the launcher or a person){until}"
-        how = first.exception or (_signal(first) if first.signal else "an unknown end")
+        code = f"exit code {first.exit_code}" if first.exit_code else "an unknown end"
+        how = first.exception or (_signal(first) if first.signal else code)
         return State.FAILED, f"rank {first.rank}: {shortened(how, 120)}; {len(bad)} of {len(s.ranks)} failed"
     if any(kinds.of(f).fatal for f in worst):
         return State.FAILED, worst[0].message

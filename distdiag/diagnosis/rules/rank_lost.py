@@ -6,6 +6,7 @@ Idle workers that their launcher ends are no lost ranks, either.
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.known_errors import known
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.text.phrases import shortened, site_text, where_stack, wheres
+from distdiag.diagnosis.model.syntax import line_at
+from distdiag.diagnosis.text.phrases import at, shortened, site_text, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.delays import waiting_since
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -35,6 +37,7 @@ class Limits:
 limits = Limits()
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 _SENT = {signals.SIGUSR1, signals.SIGUSR2, signals.SIGTERM, signals.SIGHUP, signals.SIGINT}
+_EXITS = re.compile(r"(?i)exit|\bquit\b|\babort\b")  # in the line of a rank that ended by its own choice
 KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
 CRASHED = Template(kind, "crashed", "{culprits} ended with {how}{site}{condition}", "{cost}", "{do}", proved=True)
@@ -63,6 +66,7 @@ _DO = {
     "sent": "another process sent it, and the rank had no handler for it: batch systems warn a job in this way before its time ends (Slurm: "
     "`--signal`); set the handler first of all in the script, or find who sent it",
     "exit": "search the script for what exits with this code; started by `-m distdiag.run`, the verdict has its line",
+    "chosen": "look for what ends the process with that code: os._exit({0}), or sys.exit({0}), in another thread, in what that line calls, or in a library",
     "unused": "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
     "find_unused_parameters=True",
 }
@@ -113,19 +117,31 @@ def _lost(facts: Facts) -> Finding:
     killed = first.life == Life.KILLED
     signal = signal_name(first.signal) if first.signal else "a signal"
     echoes = {q for q, k in facts.ends.items() if k in ("echo", "timeout") and q not in culprits}
-    left = paths.enclosing(first.current_site, facts.source) if not (killed or first.exception) else None
+    code = "" if killed or first.exception else line_at(first.current_site, facts.source)
+    elsewhere = bool(code) and not _EXITS.search(code)  # another thread ended the process
+    left = paths.enclosing(first.current_site, facts.source) if code and not elsewhere else None
     state = "killed" if killed else "crashed"
     shown = (known(first) or ("",))[0]
     condition = f", under `{left.text}` at line {left.line}" if left is not None else f"; {shown}" if shown else ""
+    if elsewhere:
+        condition = f" and no exception; its main thread was last seen{at(first.current_site)}"
+    of_memory = [
+        f for f in facts.reported if (f.kind, f.cause) == (kinds.MEMORY.name, "growth") and first.rank in f.culprits
+    ]
+    grown = bool(of_memory) and (elsewhere or first.signal == signals.SIGKILL)
+    condition += "; its memory had been growing" if grown else ""
     return (KILLED if killed else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
         waiting=wheres(s, (q for q, r in s.ranks.items() if q in victims and (r.blocked or q in echoes))),
         step=first.step, first_seen_s=first.ended_s if first.ended_s is not None else s.t_s, signal=signal,
-        how=shortened(first.exception or f"exit code {first.exit_code}", 200), site=first.current_site,
-        condition=condition,
+        how=shortened(first.exception or f"exit code {first.exit_code}", 200),
+        site=None if elsewhere else first.current_site, condition=condition,
         cost="the job cannot continue without it" if victims else "the job ended",
-        do=_DO.get(signal, _DO["sent" if first.signal in _SENT else "signal"]) if killed else _repair(first, culprits, victims, echoes, left),
+        do=("see first what lets its memory grow (the finding on memory); else " if grown else "") + (
+            _DO["chosen"].format(first.exit_code) if elsewhere else _repair(first, culprits, victims, echoes, left) if not killed
+            else _DO.get(signal, _DO["sent" if first.signal in _SENT else "signal"])
+        ),
     )  # fmt: skip
 
 

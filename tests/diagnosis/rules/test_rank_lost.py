@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distdiag.diagnosis.job_state import job_state
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.findings import Finding, Severity
 from distdiag.diagnosis.model.snapshot import (
     Life,
     RankState,
@@ -210,6 +210,24 @@ def test_an_exit_is_reported_with_the_condition_that_guards_it() -> None:
     f = only(ended(s, source=lambda _: source))
     assert (f.kind, f.culprits) == ("rank_lost", (1,))
     assert "exit code 1 at engine.py:4 in train, under `if not isfinite(loss)` at line 2" in f.message
+
+
+def test_an_exit_code_without_an_exception_is_a_choice_of_the_program_at_another_line() -> None:
+    """A thread ended the process: the main thread's line is not to be mended."""
+    place = Site("/job/engine.py", 3, "train")
+    text = "def train():\n    if first:\n        time.sleep(1)\n"
+    growing = Finding(kind="memory", cause="growth", severity=Severity.WARNING, culprits=(1,), message="")
+    end = rank(1, life=Life.CRASHED, exit_code=7, ended_s=9.0, current_site=place, user_stack=(place,))
+    f = only(ended(job(rank(0), end), source=lambda _: text, reported=(growing,)))
+    assert (
+        "exit code 7 and no exception; its main thread was last seen at engine.py:3 in train; its memory had been"
+        in f.message
+    )
+    assert "os._exit(7)" in f.advice and "fix" not in f.advice and "memory" in f.advice and "if first" not in f.message
+    assert (
+        how_it_ended(end, rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=9.2))
+        == "rank 1: exit code 7; 2 of 2 failed"
+    )
 
 
 @pytest.mark.parametrize(("silent_s", "reported"), [(9.0, False), (31.0, True)])
