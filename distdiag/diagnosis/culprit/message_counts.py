@@ -9,7 +9,13 @@ from msgspec.structs import replace
 
 from distdiag.diagnosis.culprit import arguments, callers, sites
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.paths import Condition, conditions_between, returns_before
+from distdiag.diagnosis.culprit.paths import (
+    Condition,
+    conditions_between,
+    enclosing,
+    returns_before,
+    short_rounds,
+)
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot, lines_of
 from distdiag.diagnosis.text.conditions import decision_advice
@@ -24,7 +30,8 @@ ROUNDS = 8  # with the send, for each without it: then it was due in every round
 
 def accuse(case: Case) -> Testimony | None:
     """Accuse a rank that left out a receiver or a message, else one that has sent fewer than its peers, or none in a ring, or makes more."""
-    return _left_out(case) or _one_round(case) or _short_batch(case) or _never(case) or _fewer(case) or _more(case)
+    order = (_left_out, _one_round, _short_batch, _never, _fewer, _fewer_rounds, _more)
+    return next((found for look in order if (found := look(case)) is not None), None)
 
 
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
@@ -244,6 +251,32 @@ def _fewer(case: Case) -> Testimony | None:
             equal = not wait.any_of or (len(others) > 1 and len(set(others)) == 1)
             if others and equal and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
                 return _last_of_others(case, p, m, [q for q in sent if q != p])
+    return None
+
+
+def _fewer_rounds(case: Case) -> Testimony | None:
+    """Accuse a rank that came to a collective after fewer rounds than all others there, and than the one that waits for its message.
+
+    A round is a visit to the line of that wait: partners change, so that the others notice it late.
+    """
+    for _, m, call in _messages(case):
+        p, key = -1 if call.peer is None else call.peer, case.here.get(m) or ""
+        together = next((_arrived(case.snapshot, w) for w in case.incident.waits if not w.p2p and p in w.ranks), [])
+        rounds = {q: case.states[q].sites.get(key, 0) for q in {*together, m}}
+        made, whole = rounds.pop(p, 0), min(rounds.values())
+        few = call.site is None or len(rounds) < 2 or whole < max(rounds.values())
+        if few or not made < whole < 2 * made:
+            continue
+        stack = callers.stack_at(call.site, case.states[m], case.source)
+        own = messages.other_end(case.states[p], m, call)
+        own = own or replace(call, op=messages.OPPOSITE[messages.direction_of(call)], peer=m, site=None)
+        around = [c for site in stack if (c := enclosing(site, case.source)) is not None]
+        found = [*returns_before(stack[0], case.source), *short_rounds(stack, case.source)] or around[:1]
+        return Testimony(
+            ranks=(p,), head=f"rank {p} left out {counted(whole - made, 'message')} to rank {m}", conditions=tuple(found),
+            text=f"; {rank_list(rounds)} {'have' if len(rounds) > 1 else 'has'} made that {compatible.op_name(call.op)} {whole:,} times, rank {p} {made:,} times",
+            advice=decision_advice(found[0], (p,), own) if len(found) == 1 else f"find what led rank {p} past its {op_at(own)}",
+        )  # fmt: skip
     return None
 
 

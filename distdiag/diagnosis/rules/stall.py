@@ -379,7 +379,7 @@ def _unset(facts: Facts, waited_s: float) -> Severity | None:
 
 _WAIT_OF = "{victims:#} of {world} ranks wait"
 _warning = partial(Template, kind, severity=Severity.WARNING)
-STALL = _warning("user_code", "{left}{missing}{size}{implicit}; {does}{imports}{loop}{worker}{open}{handling}{died}; {victims} {victims:has|have} waited "
+STALL = _warning("user_code", "{left}{missing}{size}{implicit}; {does}{loop}{worker}{open}{handling}{died}; {victims} {victims:has|have} waited "
                  "{waited_s:time}{usual}", "{cost}", "{do}")  # fmt: skip
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
@@ -418,8 +418,8 @@ _DO_GONE = (
     "at is_alive() or the exit code, and give the wait a timeout"
 )
 _DO_IMPORT = (
-    "if that thread or process imports {module}, too, even a name of it, it waits until this import ends: start none while a module is imported, but in a "
-    "function that is called later"
+    "if that thread or process imports the same module, or a name of it, it waits until this import ends: start none while a module is imported, "
+    "but in a function that is called later"
 )
 _DO_LEFT = "let all ranks leave that loop in the same round: let them decide together when it ends (all_reduce a flag)"
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
@@ -468,7 +468,9 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     do = _of_loader(facts, r, workers) if doing == "data" else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
     doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
-    advice = _open_advice(r, opened) if opened else _DO_GONE if gone else _DO.get(do, _DO[""])
+    imports = _import(facts, r)
+    otherwise = _DO_IMPORT if imports and doing == "worker" else _DO.get(do, _DO[""])
+    advice = _open_advice(r, opened) if opened else _DO_GONE if gone else otherwise
     victims = sorted({v for x in late for v in x.victims})
     key, for_file = doing == "store_key", polled is not None and "exists" in polled[0]
     others = [state for q, state in s.ranks.items() if q not in ranks]
@@ -488,12 +490,8 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     left = [] if call.p2p else paths.left_loop(r.user_stack, victim.user_stack, facts.source)
     if left:
         advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
-    imports = _import(facts, r)
-    if imports and doing == "worker":
-        advice = _DO_IMPORT.format(module=imports.rpartition(" ")[2])
     fed, does = _of_queue(facts, r, victims) if doing in ("socket", "queue", "lock") else ("", "")
     advice = fed or advice
-    longest_s = r.longest_delay_s
     return STALL(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
         severity=_unset(facts, first.waited_s) or _severity(late), culprits=ranks, victims=victims,
@@ -502,14 +500,13 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=does or keys_text(states, others) or f"{'it' if len(late) == 1 else 'each'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
-        imports=imports,
-        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else "",
+        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else imports,
         worker=worker_text(r) if doing == "data" else "",
         open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
         died=gone or (ended_thread([r]) if threads else ""),
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
-        usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
+        usual=f" (its longest so far: {rough_duration(r.longest_delay_s)})" if r.longest_delay_s > 0.5 else "",
         cost=_cost(s.world_size, victims, ranks, sure=bool(key or for_file or fed), waits=doing in ("socket", "queue")),
         do=advice,
     )  # fmt: skip

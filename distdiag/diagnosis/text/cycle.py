@@ -25,6 +25,10 @@ _PARTNERS = (
     "no message has its other end: ranks may have chosen partners that chose others: draw them with one seed on all ranks, or let one "
     "rank choose and broadcast the pairs; else check peers, tags and how many messages each side makes"
 )
+_ONE_MORE = (
+    "see whether {waiting} {waiting:makes|make} one message more, or another rank one fewer: a `continue` or `return` before it, a shorter loop; "
+    "else check peers and tags"
+)
 _LAST_BATCH = "use drop_last=True, or let all ranks take the number of messages from the batch that they have"
 SHOWN = 4  # waits of the cycle
 _MISSING = (
@@ -105,7 +109,8 @@ def _advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, C
             first = _FIRST_OF_A_PAIR.get(ends.pop(), "") if len(ends) == 1 else ""
             mutual = any(c.peer in calls and calls[c.peer][1].peer == q for q, (_, c) in calls.items())
             if not first and not mutual:
-                return _PARTNERS
+                by_message = [q for q, (_, c) in calls.items() if c.p2p]
+                return _PARTNERS if len(by_message) == len(calls) else filled(_ONE_MORE, waiting=by_message)
             pair = f"pair sends with receives: isend/irecv or batch_isend_irecv{first}"
             equal = "see whether both sides make equally many messages (micro-batches, a shorter last batch), with these peers and tags"
             return f"{pair}; else {equal}" if first else f"{equal}; if so, {pair}"

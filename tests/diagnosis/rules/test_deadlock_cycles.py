@@ -338,6 +338,51 @@ def test_a_receive_against_a_barrier_is_a_cycle() -> None:
     """One recv too many, or one send too few: nothing tells which."""
     s = snapshot(messaging(0, p2p("recv", 1)), *(rank(r, call("barrier", 3, SAVE)) for r in (1, 2, 3)))
     assert summary(only(s)) == ("deadlock", "p2p_cycle", (), (0, 1))
+    assert only(s).advice.startswith("see whether rank 0 makes one message more")
+
+
+SWAPS = """def trade(row, peer):
+    {body}
+    dist.recv(row, peer)
+def fit():
+    for i in range(100):
+        {before}
+        trade(rows[i], me ^ (1 << i % 2))
+    dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "before", "condition"),
+    [
+        ("pass", "if empty(i): continue", "if empty(i): continue"),
+        ("if not row.any(): return", "pass", "if not row.any(): return"),
+        ("pass", "pass", ""),
+    ],
+)
+@pytest.mark.parametrize(
+    "rounds", [(50, 50, 49, 50), (50, 50, 50, 50), (51, 50, 50, 50), (50, 49, 49, 50), (9, 9, 3, 9)]
+)
+def test_a_rank_that_made_fewer_rounds_of_messages_than_all_others_left_one_out(
+    body: str, before: str, condition: str, rounds: tuple[int, ...]
+) -> None:
+    """Its partner notices it only at the collective: until then one round more was made with it, too."""
+    stack = (Site("/job/swap.py", 3, "trade"), Site("/job/swap.py", 7, "fit"))
+    text, lines = SWAPS.format(body=body, before=before), [key(stack[0]) for _ in rounds]
+    recv = msgspec.structs.replace(p2p("recv", 2, nth=25), site=stack[0])
+    waits = [messaging(0, recv, user_stack=stack), *(rank(q, call("barrier", 3, SAVE)) for q in (1, 2, 3))]
+    states = (
+        msgspec.structs.replace(state, sites={**state.sites, here: n})
+        for state, here, n in zip(waits, lines, rounds, strict=True)
+    )
+    f = only(snapshot(*states), source={"/job/swap.py": text}.get)
+    assert f.culprits == ((2,) if rounds == (50, 50, 49, 50) else ())
+    if f.culprits:
+        assert f.message.startswith(
+            "rank 2 left out 1 message to rank 0" + (f": `{condition}` (swap.py:" if condition else ";")
+        )
+        assert "ranks 0, 1, 3 have made that recv 50 times, rank 2 49 times" in f.message
+        assert ("rank 2 sends its message to rank 0" if condition else "find what led rank 2 past its send") in f.advice
 
 
 @pytest.mark.parametrize(("others", "stuck"), [({}, True), ({"send:0:0:default_pg": 1}, False)])
