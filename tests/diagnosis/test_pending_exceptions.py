@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from distdiag.diagnosis.model.snapshot import Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot
 from distdiag.diagnosis.rules import stall
 from tests.diagnosis.made import findings, waits_for_rank_one
 from tests.diagnosis.waits import EVAL, SAVE, TRAIN, call, key, only, rank, snapshot, summary
@@ -76,3 +77,44 @@ def test_a_stall_shows_the_exception_that_its_rank_handles() -> None:
         "it waits for standard input at train.py:40 in main, while it handles KeyError: 'device', raised at data.py:27"
         in f.message
     )
+
+
+TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"
+
+
+@pytest.mark.parametrize(
+    ("caught", "came_s", "text"),
+    [
+        (TIMED_OUT, 32.0, "timed out on rank 0 after 4.0 s, before rank 1 came there, 12 s late; ranks 0, 2 went on"),
+        (TIMED_OUT, None, "timed out on rank 0 after 4.0 s, before rank 1 came there; ranks 0, 2 went on"),
+        ("RuntimeError: invalid device", 20.5, "raised RuntimeError: invalid device on rank 0 after 4.0 s; ranks 0, 2"),
+    ],
+)
+def test_an_error_of_a_collective_that_some_ranks_caught_explains_where_they_are(
+    caught: str, came_s: float | None, text: str
+) -> None:
+    def ended(raised: bool, entered_s: float) -> Call:
+        completed = None if raised else entered_s
+        return call(
+            "monitored_barrier", 5, EVAL, group="check", entered_s=entered_s, failed=raised, completed_s=completed
+        )
+
+    def gone_on(q: int, caught_s: float) -> RankState:
+        return rank(
+            q, call("barrier", 9, SAVE), sites=BOTH, calls=(ended(True, 20.0),), caught=caught, caught_s=caught_s
+        )
+
+    late = (ended(False, came_s),) if came_s is not None else ()
+    rank_1 = rank(1, call("all_reduce", 9, TRAIN), sites=BOTH, calls=late)
+    f = only(snapshot(gone_on(0, 24.0), rank_1, gone_on(2, 30.0)))
+    assert f.culprits == (1,) and f"before that, monitored_barrier (train.py:120) {text}" in f.message
+    assert "ranks 0, 2 caught it" in f.advice and ("made rank 1 late" in f.advice) is ("came" in text)
+
+
+def test_an_error_before_a_later_collective_that_completed_explains_nothing() -> None:
+    old, since = call("barrier", 5, EVAL, entered_s=20.0, failed=True), call(seq=8, entered_s=25.0, completed_s=25.1)
+    states = [
+        rank(q, call(op, 9, at), sites=BOTH) for q, (op, at) in enumerate((("barrier", SAVE), ("all_reduce", TRAIN)))
+    ]
+    states[0] = msgspec.structs.replace(states[0], calls=(old, since), caught=TIMED_OUT, caught_s=24.0)
+    assert "timed out" not in only(snapshot(*states)).message

@@ -24,6 +24,7 @@ class Reason(StrEnum):
     HANDLER = "handler"  # it makes its call in a handler of a signal
     MAJORITY = "majority"  # fewer ranks than on the other side
     EXCEPTION = "exception"  # it is handling an exception that the others do not have
+    SWALLOWED = "swallowed"  # a collective raised on some ranks, which went on
     LOOP = "loop"  # it is in a loop that the others have left, or the reverse
     ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
     EXTRA = "extra"  # it made more backward passes than steps

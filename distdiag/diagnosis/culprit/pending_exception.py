@@ -1,18 +1,21 @@
 """Evidence from exceptions: a rank is at its call because it handles an exception that the other ranks do not have.
 
 A barrier, a save or a report in `finally:` or `except:` is a collective that only the rank with the exception enters. Its
-traceback is not printed until that collective is over, which it never is.
+traceback is not printed until that collective is over, which it never is. Or a collective raised on some ranks, which caught that: the others
+are then in another call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distdiag.diagnosis.consequences import is_echo
+from distdiag.diagnosis.consequences import is_echo, is_timeout
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import RankState
-from distdiag.diagnosis.text.phrases import at, shortened
+from distdiag.diagnosis.model.snapshot import Call, RankState
+from distdiag.diagnosis.text.phrases import at, op_at, shortened
+from distdiag.diagnosis.waits.wait import call_at
+from distdiag.terms.units import rough_duration
 
 SHOWN = 160  # characters of the exception
 CONTROL_FLOW = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit", "Empty", "Full", "BlockingIOError"})
@@ -39,6 +42,42 @@ def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
         f"`except` that the other ranks do not make: let the exception end {rank_list(ranks)}, or let all ranks "
         "agree on the failure first (all_reduce a flag)",
     )
+
+
+def swallowed(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return the collective that raised on some ranks, just before the calls they are in now, and whether the others were late for it."""
+    failed = {q: call for q in case.compared if (call := _raised(case.states.get(q))) is not None}
+    first = min(failed, key=lambda q: case.states[q].caught_s or 0.0, default=None)
+    if first is None:
+        return None
+    call, state = failed[first], case.states[first]
+    failed = {q: c for q, c in failed.items() if (c.group, c.seq) == (call.group, call.seq)}
+    rest = [q for q in case.compared if q not in failed]
+    caught_s, entered_s = state.caught_s or 0.0, call.entered_s or 0.0
+    how = "timed out" if is_timeout(state.caught or "") else f"raised {shortened(state.caught or '', SHOWN)}"
+    theirs = (call_at(case.states[q], call.group, call.seq or 0) for q in rest)
+    came = [c.entered_s if c is not None else None for c in theirs]
+    late, advice = "", ""
+    if rest and all(t is None or t > caught_s for t in came):
+        by = [f", {rough_duration(t - entered_s)} late" for t in came if t is not None]
+        late = f", before {rank_list(rest)} came there{''.join(by[:1])}"
+        advice = f"see what made {rank_list(rest)} late for {op_at(call)}, and "
+    return Testimony(
+        ranks=tuple(ranks),
+        text=f"; before that, {op_at(call)} {how} on {rank_list([first])} after {rough_duration(caught_s - entered_s)}{late}; "
+        f"{rank_list(failed)} went on without it",
+        advice=f"{advice}let an error of a collective end the rank, or let all ranks agree on it (all_reduce a flag in another group): {rank_list(failed)} "
+        "caught it and went on alone",
+    )  # fmt: skip
+
+
+def _raised(state: RankState | None) -> Call | None:
+    """Return the collective that raised in a rank, which has completed none since, and waits in another one."""
+    if state is None or state.caught_s is None or state.blocked is None:
+        return None
+    newest = next((c for c in reversed(state.calls) if c.failed or c.completed_s is not None), None)
+    fits = newest is not None and newest.failed and not newest.p2p and not newest.other_thread
+    return newest if fits and newest.entered_s is not None and newest.entered_s < state.caught_s else None
 
 
 def name(state: RankState) -> str:

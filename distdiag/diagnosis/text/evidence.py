@@ -53,19 +53,19 @@ def reason_text(verdict: Verdict) -> str:
 
 
 def advice(verdict: Verdict) -> str:
-    """Return what the evidence advises; empty if nothing does. The source is more exact than the rhythm or the order of calls."""
+    """Return what the evidence advises; empty if nothing does. The source is more exact than the rhythm or the order of calls, an error more than both."""
     advised = [testimony for testimony in verdict.evidence if testimony.advice]
-    return (
-        min(advised, key=lambda testimony: testimony.name in (Reason.RHYTHM, Reason.DIVERGENCE)).advice
-        if advised
-        else ""
-    )
+    order = {Reason.SWALLOWED: 0, Reason.RHYTHM: 2, Reason.DIVERGENCE: 2}
+    return min(advised, key=lambda testimony: order.get(testimony.name, 1)).advice if advised else ""
 
 
 def _shown(verdict: Verdict) -> Sequence[Testimony]:
     worded = [testimony for testimony in verdict.evidence if testimony.text or testimony.head or testimony.conditions]
+    swallowed = [testimony for testimony in worded if testimony.name is Reason.SWALLOWED]
+    worded = [testimony for testimony in worded if testimony not in swallowed]
     complete = [testimony for testimony in worded if testimony.name in _COMPLETE]
-    return worded[:1] if worded[:1] == complete[:1] else [*worded[:1], *complete[:1]]
+    shown = worded[:1] if worded[:1] == complete[:1] else [*worded[:1], *complete[:1]]
+    return [*shown, *swallowed]
 
 
 def _head(verdict: Verdict, conditions: Iterable[Condition]) -> tuple[str, str]:
