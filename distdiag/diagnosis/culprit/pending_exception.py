@@ -76,8 +76,9 @@ def _raised(state: RankState | None) -> Call | None:
     if state is None or state.caught_s is None or state.blocked is None:
         return None
     newest = next((c for c in reversed(state.calls) if c.failed or c.completed_s is not None), None)
-    fits = newest is not None and newest.failed and not newest.p2p and not newest.other_thread
-    return newest if fits and newest.entered_s is not None and newest.entered_s < state.caught_s else None
+    if newest is None or not newest.failed or newest.p2p or newest.other_thread or newest.entered_s is None:
+        return None
+    return newest if newest.entered_s < state.caught_s else None
 
 
 def name(state: RankState) -> str:

@@ -93,13 +93,16 @@ def _is_new(case: Case, odd: Sequence[int], rest: Sequence[int]) -> bool:
     """
     states, here = case.states, case.here
     theirs = {here.get(b) for b in rest}
-    used = {None}.union(*(states[b].sites for b in rest))
+    used = set().union(*(states[b].sites for b in rest))
 
     def knows(a: int) -> bool:
         once = states[a].sites.get(here.get(a) or "", 0) == 1
         return theirs <= states[a].sites.keys() or (once and all(met_in(case, a, b) is not None for b in rest))
 
-    return None not in theirs and all(here.get(a) not in used and knows(a) for a in odd)
+    def visited(key: str | None) -> bool:  # of an abort, the callers of the line are not known
+        return key is None or any(site == key or site.startswith(f"{key} < ") for site in used)
+
+    return None not in theirs and all(not visited(here.get(a)) and knows(a) for a in odd)
 
 
 def _knows_more(

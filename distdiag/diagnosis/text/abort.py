@@ -47,7 +47,7 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     )
     return ABORT(
         culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life)), sites.get(r)) for r in odd or dead),
-        waiting=wheres(snapshot, rest) if odd else (), step=states[killed[0]].step if killed else None,
+        waiting=wheres(snapshot, rest, None, sites) if odd else (), step=states[killed[0]].step if killed else None,
         first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
         head=head, what=what, places=places, why=why, do=advice, proved=_members(snapshot, verdict) <= set(dead),
     )  # fmt: skip

@@ -8,10 +8,10 @@ from distdiag.diagnosis.culprit.case import Reason, Testimony
 from distdiag.diagnosis.culprit.paths import Condition, Way
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call
+from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.text.conditions import diverge_text
 from distdiag.diagnosis.text.incident import calls_of
-from distdiag.diagnosis.text.phrases import op_at, site_text
+from distdiag.diagnosis.text.phrases import op_at, places_text, site_text
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits.incidents import Root
 
@@ -20,6 +20,7 @@ _COMPLETE = (
     Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.EXCEPTION, Reason.LOOP, Reason.EXTRA, Reason.SKIPPED, Reason.ACCUMULATION, Reason.UNUSED, Reason.ORDER,
     Reason.CONDITION, Reason.PARTING,
 )  # fmt: skip
+_DO_EXIT = "make no collective in `__exit__` if an exception passes (exc_type is not None); "
 _DID = {
     Way.ALONE: "only {culprits} made {call}",
     Way.AGAIN: "{culprits} made {call} once more",
@@ -48,15 +49,28 @@ def head_text(verdict: Verdict) -> str:
 
 def reason_text(verdict: Verdict) -> str:
     """Return the end of a sentence: what decided, and what explains it; without what `head_text` has."""
-    shown, head = _shown(verdict), head_text(verdict)
-    return "".join(t.text + ("" if head else diverge_text(t.conditions)) for t in shown)
+    shown, head, exits = _shown(verdict), head_text(verdict), _exit(verdict)
+    text = "".join(t.text + ("" if head else diverge_text(t.conditions)) for t in shown)
+    if exits is None:
+        return text
+    where = places_text(Site(exits.file, exits.line).key)
+    return f"{text}; {rank_list(verdict.culprits[:1])} is in `{exits.function}` ({where}), which also runs while an exception passes"
 
 
 def advice(verdict: Verdict) -> str:
     """Return what the evidence advises; empty if nothing does. The source is more exact than the rhythm or the order of calls, an error more than both."""
     advised = [testimony for testimony in verdict.evidence if testimony.advice]
     order = {Reason.SWALLOWED: 0, Reason.RHYTHM: 2, Reason.DIVERGENCE: 2}
-    return min(advised, key=lambda testimony: order.get(testimony.name, 1)).advice if advised else ""
+    first = min(advised, key=lambda testimony: order.get(testimony.name, 1)).advice if advised else ""
+    return (_DO_EXIT if first and _exit(verdict) else "") + first
+
+
+def _exit(verdict: Verdict) -> Site | None:
+    """Return the `__exit__` in which a culprit is at its call, if an exception that it caught is what led it there."""
+    caught = any(c.text.startswith("except") for t in _shown(verdict) for c in t.conditions)
+    state = verdict.case.states.get(verdict.culprits[0]) if caught and verdict.culprits else None
+    stack = state.user_stack if state is not None else ()
+    return next((site for site in stack if site.function in ("__exit__", "__aexit__")), None)
 
 
 def _shown(verdict: Verdict) -> Sequence[Testimony]:

@@ -325,6 +325,43 @@ def test_the_sides_of_an_abort_in_a_wrapper_are_the_paths_that_led_there() -> No
         assert only(findings(job(*ranks), mismatch, rank_lost)).culprits == (1,)
 
 
+EXITS = """def sum_up(name):
+    dist.all_reduce(counts[name])
+class Span:
+    def __exit__(self, *error):
+        sum_up(self.name)
+def fit():
+    for batch in data:
+        try:
+            with Span("train"):
+                net(batch).sum().backward()
+        except BadRow as error:
+            skip(batch)
+"""
+
+
+def test_a_call_in_an_exit_after_an_exception_is_said_to_be_there_and_at_a_line_where_all_have_been() -> None:
+    """Of an abort the callers are not known: only one rank was at that line alone, all have been there from their callers."""
+    end, leave, block, backward = (
+        Site("/job/span.py", *at) for at in ((2, "sum_up"), (5, "__exit__"), (9, "fit"), (10, "fit"))
+    )
+    usual = {f"{end.file}:{line}": 40 for line in ("2 < /job/span.py:5", "10")}
+    dead = {"ended_waiting": True, "sites": usual, "enqueued": {"default_pg": 7}, "completed": {"default_pg": 6}}
+    closed = "RuntimeError: Connection reset by peer"
+    others = (
+        rank(q, current_site=backward, user_stack=(backward,), life="crashed", exception=closed, ended_s=99.1, **dead)
+        for q in (0, 1)
+    )
+    own = rank(2, current_site=end, user_stack=(end, leave, block), life="killed", signal=6, ended_s=99.0, **dead)
+    f = only(ended(job(*others, own), source={end.file: EXITS}.get))
+    assert f.culprits == (2,) and "`except BadRow as error` (line 11)" in f.message and "ever" not in f.message
+    assert "rank 2 is in `__exit__` (span.py:5), which also runs while an exception passes" in f.message
+    assert f.advice.startswith("make no collective in `__exit__` if an exception passes") and {
+        w.line for w in f.waiting
+    } == {10}
+    assert "let all ranks leave out" in f.advice and "on rank 2, too" not in f.advice
+
+
 def test_a_collective_that_completed_with_different_dtypes_is_reported() -> None:
     def call(dtype: str, line: int) -> Call:
         return Call(
