@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from distdiag.diagnosis.culprit.witnesses import ORDER, Reason
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
-from distdiag.diagnosis.rules import deadlock
+from distdiag.diagnosis.rules import deadlock, mismatch
 from distdiag.diagnosis.waits.incidents import Root
 from tests.diagnosis import waits
 from tests.diagnosis.made import findings, job, only, rank
@@ -57,3 +59,17 @@ def test_threads_that_all_ranks_run_are_a_tie() -> None:
         f = only(findings(s, deadlock))
         assert f.culprits == culprits and "its own process group" in f.advice
         assert f"two threads of {'rank 0' if culprits else 'each rank'} use this group" in f.message
+        assert ("in a thread on every rank" in f.advice) is bool(culprits)
+
+
+@pytest.mark.parametrize(("line", "known"), [("job = dcp.async_save(state)", True), ("# async_save(state)", False)])
+def test_a_thread_without_a_line_of_the_script_may_be_that_of_an_asynchronous_checkpoint(
+    line: str, known: bool
+) -> None:
+    step = Site("/job/train.py", 2, "train")
+    of_thread = Call(op="gather", group="default_pg", seq=9, other_thread=True)
+    of_main = Call(op="all_reduce", group="default_pg", seq=9, site=step)
+    s = waits.snapshot(waits.rank(0, of_thread, user_stack=(step,)), waits.rank(1, of_main, user_stack=(step,)))
+    f = only(findings(s, mismatch, source={step.file: f"{line}\nloss.backward()\n"}.get))
+    assert ("gather, in another thread (of torch, for async_save at train.py:1)" in f.message) is known
+    assert f.advice.startswith("give async_save at train.py:1 its own process group") is known

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 from distdiag.diagnosis.culprit.case import Reason
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.incident import group_text, implicit_text, number_text, verb
 from distdiag.diagnosis.text.phrases import at, both_sites
@@ -17,10 +18,12 @@ from distdiag.diagnosis.waits.wait import Wait
 from distdiag.terms.units import counted
 
 SHOWN_RANKS = 4
-THREADS_ADVICE = (
-    "let the main thread make that call, or give the thread its own process group (`dist.new_group()`), and make "
-    "the same calls in a thread on every rank"
-)
+_OWN_GROUP = "let the main thread make that call, or give the thread its own process group (`dist.new_group()`)"
+THREADS_ADVICE = f"{_OWN_GROUP}, and make the same calls in a thread on every rank"
+_ASYNC_SAVE = re.compile(
+    r"(?<!def )\basync_save\s*\("
+)  # torch.distributed.checkpoint: it communicates in a thread of torch's
+_SAVES_ADVICE = 'give async_save{site} its own process group, which all ranks make once: `process_group=dist.new_group(backend="gloo")`'
 _SPLITS = (
     "{each} in {op} #{seq:,}{site} ({group}): it can never complete, as all ranks together send {sent:,} and "
     "expect {received:,}{reason}"
@@ -48,7 +51,6 @@ _ADVICE = {
     "root": "pass the same src/dst on all ranks: compare {both}; if each rank chooses it by its own values, let one rank choose and "
     "broadcast its choice",
     "op": "make all ranks call the same operation: compare {both}, and find what leads {first} to the one and {second} to the other",
-    "threads": THREADS_ADVICE,
 }
 
 
@@ -60,11 +62,12 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         return _splits_text(snapshot, verdict)
     sides = _sides(verdict)[:3]
     texts = [
-        f"{rank_list(set(s))} {_does(snapshot, wait, s)} {_side_text(snapshot, wait, s, what)}{_some_left(snapshot, wait, s)}"
+        f"{rank_list(set(s))} {_does(snapshot, wait, s)} {_side_text(verdict, snapshot, s, what)}{_some_left(snapshot, wait, s)}"
         for s in sides
     ]
     number, group = number_text(snapshot, wait), group_text(snapshot, wait.group)
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
+    end += " on all ranks" if any(_left(snapshot, wait, side) for side in wait.sides) else ""
     reason = evidence.reason_text(verdict)
     threads = _threads(wait)
     if threads:
@@ -104,7 +107,8 @@ def advice(verdict: Verdict) -> str:
         return filled(_SPLITS_ADVICE, both=both)
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
     if _threads(wait):
-        return _ADVICE["threads"]
+        saves = _saved_at(verdict, next(call for call in wait.calls.values() if call.other_thread))
+        return filled(_SAVES_ADVICE, site=saves) if saves else THREADS_ADVICE if verdict.culprits else _OWN_GROUP
     row = cause if cause in _ADVICE else "op"
     if wait.p2p and cause == "shape":
         row = "message"
@@ -130,9 +134,16 @@ def _sides(verdict: Verdict) -> list[frozenset[int]]:
 
 
 def _does(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
-    """Return `is in`, or `has completed`: on a device the smaller of two calls may end alone."""
-    through = _left(snapshot, wait, side) == sorted(side)
-    return verb(side, "has completed", "have completed") if through else verb(side, "is in", "are in")
+    """Return `is in`, `have made` if some are through, or `has completed`: on a device the smaller of two calls may end alone."""
+    left = _left(snapshot, wait, side)
+    through = left == sorted(side)
+    return (
+        verb(side, "has completed", "have completed")
+        if through
+        else "have made"
+        if left
+        else verb(side, "is in", "are in")
+    )
 
 
 def _left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> list[int]:
@@ -155,9 +166,19 @@ def _some_left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
     return f" ({rank_list(left)} {verb(left, 'has', 'have')} completed it)" if 0 < len(left) < len(side) else ""
 
 
-def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str) -> str:
+def _saved_at(verdict: Verdict, call: Call) -> Site | None:
+    """Return the line of the script that starts torch's own thread for checkpoints; None if that thread need not be the call's."""
+    files = dict.fromkeys(frame.file for state in verdict.case.states.values() for frame in state.user_stack)
+    texts = ((file, (verdict.case.source(file) or "").splitlines()) for file in files)
+    lines = [
+        Site(file, n) for file, text in texts for n, x in enumerate(text, 1) if _ASYNC_SAVE.search(x.partition("#")[0])
+    ]
+    return lines[0] if call.site is None and len(lines) == 1 else None
+
+
+def _side_text(verdict: Verdict, snapshot: Snapshot, side: Collection[int], cause: str) -> str:
     """Return `all_reduce` / `1,048,576 elements of float32` / `root rank 1`, with the site of the side's first rank."""
-    call = wait.calls[min(side)]
+    call = verdict.wait.calls[min(side)]
     op = compatible.op_name(call.op)
     n, dtype = compatible.elements(call), compatible.dtype_name(call.dtype)
     what = {
@@ -167,7 +188,8 @@ def _side_text(snapshot: Snapshot, wait: Wait, side: Collection[int], cause: str
         "shape": f"{op} of {counted(n, 'element')}" if n is not None else op,
     }[cause]
     if call.other_thread:
-        return f"{what}{at(call.site)}, in another thread"
+        saves = _saved_at(verdict, call)
+        return f"{what}{at(call.site)}, in another thread{f' (of torch, for async_save{at(saves)})' if saves else ''}"
     implicit = implicit_text(snapshot.ranks.get(min(side)), call) if cause == "op" else ""
     return f"{what}{at(call.site)}{implicit}"
 

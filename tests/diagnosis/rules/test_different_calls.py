@@ -338,7 +338,7 @@ def test_a_rank_that_has_got_a_broadcast_is_not_in_it_any_longer() -> None:
         rank(2, call("broadcast", 7, here, root=2)),
     )
     f = only(snapshot(*ranks))
-    assert f.cause == "root" and "ranks 0, 1 are in broadcast with root 0" in f.message
-    assert "(rank 1 has completed it)" in f.message
+    assert f.cause == "root" and "ranks 0, 1 have made broadcast with root 0" in f.message
+    assert "(rank 1 has completed it)" in f.message and "on all ranks" in f.message
     raised = rank(1, first, completed={"default_pg": 7}, life="crashed")  # counted as complete, too
     assert "completed" not in only(snapshot(ranks[0], raised, ranks[2])).message
