@@ -64,8 +64,6 @@ def decision_advice(
             what, nothing = f"DDP's {what}", f", for example with the backward {NO_WEIGHT}"
         elif call.op and "barrier" not in call.op and not inside:
             nothing = ", with zeros or an empty tensor if it has nothing to add"
-        if condition.text.startswith("except") and not ddp:  # what raised has left nothing to communicate
-            return f"let all ranks leave out {what}{place} together {agree} where {guard} leads {who} past it, or let that error end the rank"
         do = f"run the line{place}, in which a library makes {what}," if inside else f"make {what}{place}"
         if ddp or rank_tests.of_amount(condition.text):
             return f"{do} on {who}, {past}{nothing}, or leave it out only where all ranks do {agree}"

@@ -20,7 +20,10 @@ _COMPLETE = (
     Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.EXCEPTION, Reason.LOOP, Reason.EXTRA, Reason.SKIPPED, Reason.ACCUMULATION, Reason.UNUSED, Reason.ORDER,
     Reason.CONDITION, Reason.PARTING,
 )  # fmt: skip
-_DO_EXIT = "make no collective in `__exit__` if an exception passes (exc_type is not None); "
+_DO_EXIT = (
+    "make no collective in `__exit__` if an exception passes (exc_type is not None); and let all ranks skip such a round together (all_reduce a flag "
+    "first), or let the error end {culprits}"
+)
 _DID = {
     Way.ALONE: "only {culprits} made {call}",
     Way.AGAIN: "{culprits} made {call} once more",
@@ -62,7 +65,7 @@ def advice(verdict: Verdict) -> str:
     advised = [testimony for testimony in verdict.evidence if testimony.advice]
     order = {Reason.SWALLOWED: 0, Reason.RHYTHM: 2, Reason.DIVERGENCE: 2}
     first = min(advised, key=lambda testimony: order.get(testimony.name, 1)).advice if advised else ""
-    return (_DO_EXIT if first and _exit(verdict) else "") + first
+    return filled(_DO_EXIT, culprits=verdict.culprits) if first and _exit(verdict) else first
 
 
 def _exit(verdict: Verdict) -> Site | None:

@@ -359,7 +359,7 @@ def test_a_call_in_an_exit_after_an_exception_is_said_to_be_there_and_at_a_line_
     assert f.advice.startswith("make no collective in `__exit__` if an exception passes") and {
         w.line for w in f.waiting
     } == {10}
-    assert "let all ranks leave out" in f.advice and "on rank 2, too" not in f.advice
+    assert "let all ranks skip such a round together" in f.advice and "on rank 2, too" not in f.advice
 
 
 def test_a_collective_that_completed_with_different_dtypes_is_reported() -> None:
