@@ -30,8 +30,7 @@ ROUNDS = 8  # with the send, for each without it: then it was due in every round
 
 def accuse(case: Case) -> Testimony | None:
     """Accuse a rank that left out a receiver or a message, else one that has sent fewer than its peers, or none in a ring, or makes more."""
-    order = (_left_out, _one_round, _short_batch, _never, _fewer, _fewer_rounds, _more)
-    return next((found for look in order if (found := look(case)) is not None), None)
+    return _left_out(case) or _one_round(case) or _short_batch(case) or _never(case) or _fewer(case) or _more(case)
 
 
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
@@ -238,7 +237,7 @@ def _never(case: Case) -> Testimony | None:
 
 
 def _fewer(case: Case) -> Testimony | None:
-    """Accuse a rank that another one waits for, if it has sent fewer messages than all others in its collective.
+    """Accuse a rank that another one waits for, if it has sent fewer messages than all others in its collective, or made fewer rounds.
 
     If a message of any of them would do, the others must have sent equally many, at least two of them.
     """
@@ -251,7 +250,7 @@ def _fewer(case: Case) -> Testimony | None:
             equal = not wait.any_of or (len(others) > 1 and len(set(others)) == 1)
             if others and equal and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
                 return _last_of_others(case, p, m, [q for q in sent if q != p])
-    return None
+    return _fewer_rounds(case)
 
 
 def _fewer_rounds(case: Case) -> Testimony | None:
