@@ -13,7 +13,7 @@ import msgspec
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.history import History, all_ended
+from distdiag.diagnosis.history import History, all_ended, asked_to_end
 from distdiag.diagnosis.job_state import job_state
 from distdiag.diagnosis.model.findings import Abstained, Certainty, Check, Finding, Severity, State, at_least
 from distdiag.diagnosis.model.snapshot import DEAD, Life, Snapshot
@@ -83,7 +83,9 @@ class Diagnosis:
     rules: tuple[Rule, ...] = RULES
     _history: History = field(default_factory=History)
     _slow_at: float = -1.0
-    _lived: tuple[Snapshot, WaitGraph] | None = None  # the last poll in which all ranks lived
+    _lived: tuple[Snapshot, WaitGraph] | None = (
+        None  # the last poll in which all ranks lived, and none was asked to end
+    )
     _seconds: int = 1  # from the last evaluation of slow kinds to this one: polls may be further apart than a second
 
     def update(self, s: Snapshot, final: bool = False) -> list[Finding]:
@@ -101,7 +103,7 @@ class Diagnosis:
         now = self._one_incident({f.key: f for f in facts.found})
         changed = [done for key, f in now.items() if (done := self._take(s, key, f)) is not None]
         changed += self._release(s, now, evaluated, final)
-        if not any(r.life in DEAD for r in s.ranks.values()):
+        if not (any(r.life in DEAD for r in s.ranks.values()) or asked_to_end(s)):
             self._lived = s, facts.graph
         self.state, self.state_text = job_state(s, facts.graph, self.open(), final, self._lived)
         return changed

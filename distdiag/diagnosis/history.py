@@ -40,7 +40,7 @@ def _progress(s: Snapshot) -> tuple:
     )
 
 
-def _asked_to_end(s: Snapshot) -> bool:
+def asked_to_end(s: Snapshot) -> bool:
     """True if the launcher got a signal, or Ctrl-C unwinds a rank: where that brings it is no evidence of what it did before."""
     return s.stopped_by is not None or any((r.handling or "").startswith("KeyboardInterrupt") for r in s.ranks.values())
 
@@ -86,7 +86,9 @@ class History:
         facts.ends_settled = self._ends_settled(s, facts, final)
         if self._late is not None and self._first_end_s is not None and self._first_end_s - self._late[0] < LATE_S:
             facts.late = self._late[1]
-        if not _asked_to_end(s):
+        if asked_to_end(s):
+            facts.interrupted_s = self._undisturbed_s
+        else:
             self._undisturbed_s = s.t_s
         held = (f for f in facts.reported if kinds.blocks(f) or kinds.of(f).suspends)
         before = tuple(f for f in held if (f.detected_s or 0.0) <= self._undisturbed_s < s.t_s)

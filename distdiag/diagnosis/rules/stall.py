@@ -137,7 +137,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         elif (kept := kept_waiting(s, graph, rank)) is not None:
             late.append(_Late(state, *kept, _limit_s(facts, state, *kept)))
     named: set[int] = set()
-    for together in _by_line(late):
+    # a rank that is asked to end may unwind for long: the others had begun to wait for what it did before
+    before = [x for x in late if facts.interrupted_s is None or s.t_s - x.waited_s >= facts.interrupted_s]
+    for together in _by_line(before):
         named |= {x.state.rank for x in together}
         yield _finding(facts, together)
     for x in late:

