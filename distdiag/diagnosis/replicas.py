@@ -10,6 +10,7 @@ from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Sn
 from distdiag.terms.ranks import by_value
 
 SHARDED = 1 << 32  # bit of a learning rate's key
+SPARSE = 1 << 33  # bit of the key of a class of layers
 
 
 @dataclass(frozen=True)

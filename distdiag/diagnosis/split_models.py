@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from distdiag.diagnosis.comparison import by_step, minority
-from distdiag.diagnosis.model.findings import Finding, rank_list
-from distdiag.diagnosis.model.snapshot import RankState, Snapshot
+from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import RankState, Sample, Snapshot
 from distdiag.diagnosis.replicas import (
     SHARDED,
+    SPARSE,
     averaged_by_ddp,
     averaging_site,
     comparable,
@@ -19,7 +20,7 @@ from distdiag.diagnosis.replicas import (
     sampled,
     samples_of,
 )
-from distdiag.diagnosis.text.drift import LAYERS, RATES, SPLIT_LAYERS
+from distdiag.diagnosis.text.drift import DENSE_DO, LAYERS, RATES, SPARSE_DO, SPLIT_LAYERS
 from distdiag.diagnosis.text.phrases import wheres
 from distdiag.diagnosis.training_data import synchronous
 from distdiag.terms.ranks import by_value
@@ -28,26 +29,31 @@ from distdiag.terms.ranks import by_value
 def layers(s: Snapshot) -> Iterator[Finding]:
     """Yield the classes of layers that were equal on all ranks before the first step and drift, while others stay equal.
 
-    Only where the layers of a third class were each rank's own from the start: so equal ones were made equal on purpose. Nothing is known
-    of a rank's own layers that all begin with one constant, unless their class has other parameters.
+    Only where the layers of a third class were each rank's own from the start: so equal ones were made equal on purpose; or where exactly the
+    gradients of the equal ones are reduced. Nothing is known of a rank's own layers that all begin with one constant, unless their class has
+    other parameters.
     """
     found: dict[str, list[str]] = {"equal": [], "drift": [], "own": []}
+    newest: dict[str, Sample] = {}
     for name in dict.fromkeys(x.name for x in sampled(s, "layers")):
         of = by_step({q: {x.step: x for x in samples_of(r, "layers") if x.name == name} for q, r in s.ranks.items()})
         apart = [differ([x.value for x in at.values()], limits.relative) for at in of.values()]
         if (
             0 not in of
             or len(apart) <= limits.samples
-            or any(len({x.key for x in at.values()}) > 1 for at in of.values())
+            or any(len({x.key & (SPARSE - 1) for x in at.values()}) > 1 for at in of.values())
         ):
             return
         trained = len({at[min(at)].value for at in of.values()}) > 1
         # to the last bit: what drifts slowly does not stay equal
         same = all(len({x.value for x in at.values()}) == 1 for at in of.values())
+        at_last = of[max(of)]
         sort = "own" if apart[0] else "drift" if all(apart[1:]) else "equal" if trained and same else ""
         if sort:
             found[sort].append(name)
-    if not (found["drift"] and found["own"]):
+            newest[name] = at_last[min(at_last)]
+    left_out = not found["own"] and _exactly_reduced(s, sum(newest[name].key >> 34 for name in found["equal"]))
+    if not (found["drift"] and (found["own"] or left_out)):
         return
     common: dict[str, Any] = {
         "victims": sorted(s.ranks), "names": tuple(found["drift"]), "step": min(x.step for x in sampled(s, "layers") if x.step),
@@ -55,10 +61,25 @@ def layers(s: Snapshot) -> Iterator[Finding]:
     }  # fmt: skip
     if found["equal"]:
         where = wheres(s, sorted(s.ranks), None, {q: averaging_site(r, True) for q, r in s.ranks.items()})
-        yield LAYERS(**common, where=where, equal=", ".join(found["equal"]))
+        sparse = all(newest[name].key & SPARSE for name in found["drift"])
+        yield LAYERS(
+            **common, where=where, equal=", ".join(found["equal"]), sparse=" sparse" if sparse else "", how=SPARSE_DO if sparse else DENSE_DO,
+            severity=Severity.INFO if left_out and not sparse else None,
+        )  # fmt: skip
     elif (sets := _peers(s, found["drift"])) and (across := _across(s, sets)):
         shown = " and ".join(map(rank_list, sets[:3])) + (", …" if len(sets) > 3 else "")
         yield SPLIT_LAYERS(**common, where=(), sets=shown, own=", ".join(found["own"]), group=rank_list(across))
+
+
+def _exactly_reduced(s: Snapshot, elements: int) -> bool:
+    """True if the ranks have reduced so many elements, not none, over all of them in each sampled step, and exchange nothing else."""
+    least, most = limits.reduced
+    reduced = [{x.key for x in samples_of(r, "reduced")} for r in s.ranks.values()]
+    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, "all_reduce"))
+    more = any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
+    if not elements or more or any(r.p2p_issued or r.models for r in s.ranks.values()):
+        return False
+    return all(of and all(least * elements <= n <= most * elements for n in of) for of in reduced)
 
 
 def _peers(s: Snapshot, drift: list[str]) -> list[tuple[int, ...]]:
@@ -68,7 +89,7 @@ def _peers(s: Snapshot, drift: list[str]) -> list[tuple[int, ...]]:
     """
     layers = {q: tuple((x.name, x.step, x.value) for x in samples_of(r, "layers")) for q, r in s.ranks.items()}
     sets = list(by_value(layers).values())
-    varied = any(x.name in drift and not x.key >> 32 for x in sampled(s, "layers"))
+    varied = any(x.name in drift and not x.key >> 32 & 1 for x in sampled(s, "layers"))
     sharded = any(x.key & SHARDED for x in sampled(s, "learning_rate"))
     return (
         [tuple(x) for x in sets]

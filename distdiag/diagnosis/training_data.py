@@ -108,7 +108,7 @@ NOT_ONE_MODEL = (
     Veto(lambda s: any(r.in_join for r in s.ranks.values()),
          "the ranks are in torch's Join context: uneven inputs are legal"),
     Veto(lambda s: not synchronous(s),
-         "the ranks do not train one model together, as far as the recorder can see", False),
+         "neither DDP over all ranks nor a reduction of all gradients in each step is seen, so the ranks may train different models", False),
 )  # fmt: skip
 
 

@@ -198,7 +198,8 @@ class LoaderSlot(Structure):
         ("polls", c_uint32),  # polls of its workers; 0: not known
         ("fetching_permille", c_uint32),  # recent share of its workers that fetch a batch; the others wait
         ("fed", c_uint32),  # no loader: what a DDP module was given in steps without one
-        ("sampled_epoch", c_uint64),  # the epoch, of those counted by `iterations`, of the next field; 0: none
+        # the epoch, of those counted by `iterations`, of the next field; 0: none; bit 32: it has indices that a sampler has drawn, not values
+        ("sampled_epoch", c_uint64),
         # of the samples in it, those with the lowest hashes: the hash (high 32 bits), which workers gave it (bit i of 16: worker i), and how
         # often it came (low 16 bits)
         ("epoch_samples", c_uint64 * EPOCH_SAMPLES),
@@ -298,7 +299,8 @@ class SampleKind(IntEnum):
     NONFINITE_LOSS = 3
     NONFINITE_GRADIENT = 4
     NONFINITE_LOCAL_GRADIENT = 6  # before it was averaged: on the rank where it began
-    REDUCED = 5  # elements reduced over all ranks during the step (also by reduce_scatter), divided by those of the parameters with gradients
+    # elements reduced over all ranks during the step (also by reduce_scatter), divided by those of the parameters with gradients; key: the elements
+    REDUCED = 5
     AVERAGED = 7  # maximum between two steps so far
     # a collective called by a rank outside its group, which returned at once; `name` is the operation
     NOT_A_MEMBER = 10
@@ -318,10 +320,12 @@ class SampleKind(IntEnum):
     # number of the optimizer's trained parameters that had no gradient at any sampled step, or of all if none has one now; its key is
     # the number of all (low 32 bits; 0: the same), and the share of their elements, in millionths; `name`: the first one's shape
     NO_GRADIENTS = 17
-    NOT_STEPPED = 19  # number of parameters of DDP's modules that have a gradient, are in no optimizer that steps, and have not changed
+    # number of parameters of DDP's modules, or without DDP of those that a step calls, that have a gradient, are in no optimizer that steps, and
+    # have not changed; its key: the optimizer's that no module has; bit 32: those of modules that DDP does not have; `name`: of the first ones
+    NOT_STEPPED = 19
     GRADIENTS = 20  # sum of the magnitudes of sampled elements of the gradients with which the optimizer has stepped
     # without DDP: checksum of the parameters of all modules of a class, `name`; also of before the first step. Its key: how many; bit 32: all
-    # begin with one value in all their elements
+    # begin with one value in all their elements; bit 33: all have sparse gradients; from bit 34 on: their elements
     LAYERS = 22
     UNTRAINED = 21  # checksum of parameters of modules outside DDP that a step calls and no gradient trains; `name`: these modules
     # number of parameters whose autograd node is no longer that on which DDP has put its hook; the key: of how many; `name`: the first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
@@ -185,6 +186,11 @@ def test_parameters_that_fsdp_ignores_are_sampled_from_before_the_first_step_on(
     checksums.after_optimizer(optimizer, 2)
     assert [step for kind, step in out.at if kind is SampleKind.OUTSIDE_FSDP] == [0, 2]
     assert out.names[SampleKind.OUTSIDE_FSDP] == "1 parameter (one element)", "the head has no gradient"
+    net = nn.Module()
+    net.register_parameter("scale", scale)
+    checksums._outer = [weakref.ref(net)]
+    checksums.after_optimizer(optimizer, 4)
+    assert out.names[SampleKind.OUTSIDE_FSDP] == "1 parameter (scale)"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -317,14 +323,66 @@ def test_without_ddp_the_parameters_are_sampled_by_the_class_of_the_module_that_
                 net[1].get_parameter("bias").add_(1.0)
     kinds = {k: of for k, of in written.at.items() if k[0] is SampleKind.LAYERS}
     assert sorted(step for _, step in kinds) == [0, 32]
+    linear, norm = 4 | 108 << 34, 2 | 1 << 32 | 16 << 34
     assert written.layers == [
-        ("Linear", 0, 4),
-        ("Linear", 32, 4),
-        ("LayerNorm", 0, 2 | 1 << 32),
-        ("LayerNorm", 32, 2 | 1 << 32),
+        ("Linear", 0, linear),
+        ("Linear", 32, linear),
+        ("LayerNorm", 0, norm),
+        ("LayerNorm", 32, norm),
     ]
     # all weights of the norm are 1, and all biases 0
     assert kinds[SampleKind.LAYERS, 0] != kinds[SampleKind.LAYERS, 32]
+
+
+class Ranker(nn.Module):
+    """A sparse table with an optimizer of its own, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.top = nn.Embedding(6, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.top(self.table(ids))
+
+
+def test_the_layers_of_an_optimizer_that_steps_second_are_sampled_and_sparse_gradients_marked() -> None:
+    net = Ranker()
+    written: Any = Written()
+    checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), written)  # type: ignore[arg-type]
+    lead, other = torch.optim.SparseAdam(net.table.parameters()), torch.optim.SGD(net.top.parameters(), lr=0.1)
+    checksums.before_first_step(lead)
+    for step in range(1, 33):
+        torch.Tensor.sum(net(torch.arange(3))).backward()
+        checksums.reduced = 5
+        checksums.after_optimizer(lead, step)
+        checksums.begins(other)
+    keys = {name: key for name, step, key in written.layers if step == 32}
+    assert keys == {"Embedding": 1 | 1 << 33 | 24 << 34, "Linear": 2 | 5 << 34}
+    assert written.of[SampleKind.REDUCED][1] == 5
+
+
+@pytest.mark.parametrize(
+    ("replaced", "counted"),
+    [("embed", (1, 1)), ("head", (2, 2)), ("", None)],
+    ids=["same shape", "other width", "none"],
+)
+def test_parameters_that_were_replaced_after_the_optimizer_was_built_are_counted_without_ddp(
+    replaced: str, counted: tuple[int, int] | None
+) -> None:
+    net = nn.ModuleDict({"embed": nn.Embedding(6, 4), "body": nn.Linear(4, 4), "head": nn.Linear(4, 6)})
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if replaced:
+        net[replaced] = nn.Embedding(6, 4) if replaced == "embed" else nn.Linear(4, 9)
+    whole = nn.Sequential(net["embed"], net["body"], net["head"])
+    written: Any = Written()
+    checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), written)  # type: ignore[arg-type]
+    for step in range(1, 9):
+        torch.Tensor.sum(whole(torch.arange(3))).backward()
+        checksums.after_optimizer(optimizer, step)
+    assert written.of.get(SampleKind.NOT_STEPPED) == counted
+    assert not replaced or written.names[SampleKind.NOT_STEPPED].startswith(
+        "0." if replaced == "embed" else "2.weight, 2."
+    )
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     for kind_of, team in (*of_teams, *others):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
         found = outside if kind_of == "outside_ddp" else _drift(s, kind_of, ranks, bool(team))
+        if team and isinstance(found, Finding):
+            found = _and_teams(s, found, [unfold_ranks(x) for x in teams if x != team])
         if kind_of == "parameters" and isinstance(found, Finding) and isinstance(outside, Finding):
             found = _first(outside, found)
         if isinstance(found, Finding):
@@ -79,6 +81,18 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     yield from split_models.rates(s)
     yield from _modes(s)
     yield from _logged(s)
+
+
+def _and_teams(s: Snapshot, found: Finding, teams: list[tuple[int, ...]]) -> Finding:
+    """Return a drift within one set of ranks, which names the other sets that drift, too."""
+    drifts = [
+        _drift(s, "parameters", ranks, True) for of in sorted(teams) if (ranks := [q for q in of if q in s.ranks])
+    ]
+    too = [x for x in drifts if isinstance(x, Finding)]
+    shown = ", ".join(rank_list(sorted({*x.culprits, *x.victims})) for x in too[:3]) + (", …" if len(too) > 3 else "")
+    victims = sorted({*found.victims, *(q for x in too for q in (*x.culprits, *x.victims))})
+    message = found.message + (f"; {shown} drift apart among each other, too" if too else "")
+    return msgspec.structs.replace(found, message=message, victims=tuple(victims))
 
 
 def _first(cause: Finding, effect: Finding) -> Finding:
@@ -175,7 +189,12 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     cause = "split_module" if split else _cause(s, kind_of, steps)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
-        return abstained(f"{named} differ, as the structure of the model allows", checked=True)
+        averaged = kind_of == "parameters" and any(x.value >= limits.averaged for x in sampled(s, "averaged"))
+        if common[0] or kind_of not in ("parameters", "outside_fsdp") or averaged or not steps[0]:
+            return abstained(f"{named} differ, as the structure of the model allows", checked=True)
+        return abstained(
+            f"{named} were equal before the first step and differ since: each rank may have its own by intent"
+        )
     if cause == "overwritten":
         name = next(reversed(sampled(s, kind_of))).name
         return OVERWRITTEN(victims=ranks, names=(name,), step=steps[0], name=name)
@@ -216,7 +235,8 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     if kind == "outside_ddp":
         return None if _exchange_tensors(s) else kind
     if kind == "outside_fsdp":
-        return kind if _left_to_ranks(s) else None
+        every = all(limits.reduced[0] <= x.value <= limits.reduced[1] for x in sampled(s, "reduced"))
+        return kind if _left_to_ranks(s, *["all_reduce"] * every) else None
     if _not_written_back(s, drifting):
         return "not_written_back"
     if over_all and len(over_all) >= s.world_size:
@@ -281,13 +301,18 @@ def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
     return not _exchange_tensors(s) and all(x.iterations_started > 1 for x in loaders.values())
 
 
-def _left_to_ranks(s: Snapshot) -> bool:
+def _left_to_ranks(s: Snapshot, *reduces: str) -> bool:
     """True if parameters that FSDP does not shard were equal before the first step and at no sampled step since, and no exchange may be theirs.
 
     FSDP gathers and reduce-scatters; experts and stages of the ranks' own need other operations.
+
+    Args:
+        reduces: Operations of the script that may reduce all gradients, and do not keep these parameters equal.
     """
     common = by_step({q: values_of(r, "outside_fsdp") for q, r in s.ranks.items()})
-    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, *limits.of_fsdp))
+    calls = (
+        c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, *limits.of_fsdp, *reduces)
+    )
     exchanged = any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
     own = exchanged or any(r.p2p_issued or r.models for r in s.ranks.values())
     apart = [k for k, of in common.items() if len(set(of.values())) > 1]
@@ -380,6 +405,8 @@ def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool
         way = "first_update"
     elif cause == "gradients_not_synced":
         way = averaged_by_ddp(s) or cause
+    if way == "outside_fsdp" and not _left_to_ranks(s):
+        return "beside_fsdp"
     if local and way in ("unequal", "update", "first_update"):
         return "local" if way == "unequal" else "changed"
     if way == "update" and written:

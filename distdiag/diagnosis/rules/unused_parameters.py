@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.paths import Way, only_under
@@ -79,6 +80,12 @@ NOT_STEPPED = Template(kind, "not_updated",
     "{n:it is|they are} not trained, and their gradients are computed and averaged for nothing",
     "build the optimizer after the last layer is added or replaced, or give it these parameters, too; if they are to stay as they are, "
     "`requires_grad_(False)` before DDP saves the time", severity=Severity.INFO)  # fmt: skip
+REPLACED = Template(kind, "not_updated",
+    "the optimizer steps {stale:,} parameter{stale:|s} that the model does not have (any more), and {n:,} parameter{n:|s} of the model ({name}) {n:gets|get} "
+    "gradients and {n:is|are} in no optimizer (up to step {step})",
+    "{n:it is|they are} not trained",
+    "build the optimizer after the last layer is added or replaced: `fully_shard`, other wrappers and some conversions put new parameters into the "
+    "model, each only into what it wraps", severity=Severity.WARNING, proved=True)  # fmt: skip
 LOOSE = Template(kind, "not_updated",
     "{n:,} parameter{n:|s} ({name}{n:|, …}) {n:gets|get} gradients, and no optimizer steps {n:it|them} (up to step {step}): the forward of the module "
     "in DDP calls {n:its|their} modules, but does not have them among its own",
@@ -114,11 +121,13 @@ _DO = {
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     snapshot = facts.snapshot
     models = [m for r in snapshot.ranks.values() for m in r.models]
-    if (found := _unchanged(snapshot) or _never(snapshot) or _not_stepped(snapshot)) is not None:
+    if (found := _unchanged(snapshot) or _not_stepped(snapshot) or _never(snapshot)) is not None:
         yield found
     if not models:
         if found is None:
-            yield Abstained("no module is wrapped in DistributedDataParallel")
+            yield Abstained(
+                "without DistributedDataParallel only parameters of torch's optimizers that never have a gradient are looked for"
+            )
         return
     if not any(m.unused_checks for m in models):
         yield Abstained("no backward has been checked for missing gradients")
@@ -225,11 +234,15 @@ def _not_stepped(s: Snapshot) -> Finding | None:
     if len(of) < len(s.ranks) or len({(x.value, x.name) for x in of.values()}) > 1:
         return None
     newest = of[min(of)]
-    common = {
-        "victims": sorted(of), "where": (), "step": newest.step, "n": int(newest.value), "name": newest.name, "names": (newest.name,)
+    common: dict[str, Any] = {
+        "victims": sorted(of), "where": (), "step": newest.step, "n": int(newest.value), "name": newest.name, "names": tuple(newest.name.split(", "))
     }  # fmt: skip
     if newest.key >> 32:
         return LOOSE(**common)
+    if not any(r.models for r in s.ranks.values()):
+        sites = {q: stack[0] for q in sorted(of) if (stack := s.ranks[q].phase_stacks.get("optimizer"))}
+        shown = _shown(common["names"], common["n"])
+        return REPLACED(**common | {"where": wheres(s, sites, None, sites), "name": shown}, stale=newest.key)
     return NOT_STEPPED(
         **common, stale=f"; it has {newest.key:,} that the module has not" if newest.key else "",
         severity=Severity.WARNING if newest.key else Severity.INFO,

@@ -20,11 +20,15 @@ LOGGED = Template(kind, "logged",
     "look for what one rank did alone in step {step}: a scheduler, a reduction or a decision by its own data",
     severity=Severity.WARNING)  # fmt: skip
 LAYERS = Template(kind, "gradients_not_synced",
-    "nothing reduces the gradients of {drift}: these parameters were equal on all ranks before the first step and differ since step {step} or "
+    "nothing reduces the{sparse} gradients of {drift}: these parameters were equal on all ranks before the first step and differ since step {step} or "
     "earlier, while those of {equal} stay equal",
     "each rank trains its own copy of these parameters",
-    "all_reduce the gradients of {drift}, too: each rank computes them from its own part of the batch or of the sequence; if each rank is to "
-    "have its own, ignore this", severity=Severity.WARNING)  # fmt: skip
+    "all_reduce the gradients of {drift}, too{how}; if each rank is to have its own, ignore this", severity=Severity.WARNING)  # fmt: skip
+DENSE_DO = ": each rank computes them from its own part of the batch or of the sequence"
+SPARSE_DO = (
+    ": sparse ones are left out where only dense ones are collected (`grad.layout`, `is_sparse`); all_reduce them coalesced or as `to_dense()`, or "
+    "build these layers with `sparse=False`"
+)
 SPLIT_LAYERS = Template(kind, "gradients_not_synced",
     "{drift} were equal on all ranks before the first step and differ between {sets} since step {step} or earlier, while each of these sets stays "
     "equal: data parallel ranks, it seems, of a model that {group} split between them ({own})",
@@ -131,6 +135,14 @@ WAYS = {
         "them, too (`fully_shard` takes a parameter of one element as `torch.full((1,), …)`, not one without a dimension); if each rank is to have "
         "its own, ignore this",
         cost=UNFROZEN.cost, cause="gradients_not_synced",
+    ),
+    "beside_fsdp": Words(
+        "an optimizer steps {name} that FSDP does not shard, beside those that it does, and what the script reduces in each step does not keep them "
+        "equal",
+        "clip by the norm of the whole model: all_reduce the squared norm of the shards, as a norm of a rank's own shards (`to_local()`) scales "
+        "each rank differently, or let `clip_grad_norm_` see the sharded gradients (DTensor); and see whether these gradients are among those that "
+        "are reduced, before anything changes them; if each rank is to have its own, ignore this",
+        cost=UNFROZEN.cost, cause="update",
     ),
     "untrained": Words(
         "parameters of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from operator import mul
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS, MODULES = 24, 32, 8
 CHANGED = 1 << 32  # key: this averaging has changed the parameters, as earlier ones have not
+NAMES = 4  # of parameters, in one sample
 LAYERS_MOST = 512  # parameters whose classes of layers are sampled, after these steps
 LAYER_STEPS = (32, 64, 128)
 # Of the elements of a parameter. A plain sum may stay equal while they change: cross entropy moves the rows of the last layer in sum by 0.
@@ -63,6 +65,7 @@ class ReplicaChecksums:
         self._unwritten = 0  # averagings so far that have left the parameters as they were; -1: one has changed them
         self._began = False  # the parameters have been sampled before the first step
         self.shapes: set[tuple[int, ...]] = set()  # of the parameters that optimizers step
+        self._summed: weakref.WeakSet[Any] = weakref.WeakSet()  # the optimizers whose parameters are in the next field
         self._sums: dict[int, float] = {}  # of each parameter before the first step, by id; for the layers
         self._constant: set[int] = set()  # those of which all sampled elements are equal then, as zeros are; on the CPU
         # parameters by the class of the module that owns them, until they are sampled
@@ -71,6 +74,7 @@ class ReplicaChecksums:
         self._calls: EnteredModules | None = None  # during the second step
         # modules outside DDP that the second step called, without a trained parameter
         self._untrained: list[weakref.ref[Any]] = []
+        self._outer: list[weakref.ref[Any]] = []  # without DDP: the modules that it called, without those within others
         # modules that it called within DDP's forward and that are not of DDP's module, with parameters that no optimizer has
         self._loose: list[weakref.ref[Any]] = []
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], _Compared]] = (
@@ -87,12 +91,19 @@ class ReplicaChecksums:
         if not self._began and compared.params:
             self._began = True
             self._checksum(SampleKind.PARAMETERS, compared.params, 0, compared.which, name=compared.ranks)
-            if not self.ledger.models:
-                each = [p for p in compared.params if has_memory(type(p))][:LAYERS_MOST]
-                self._constant = {
-                    id(p) for p in each if (some := sampled(p, CHECKSUM_ELEMENTS)) is not None and len({*some}) == 1
-                }
-                self._sum(each, False, lambda values: self._sums.update(zip(map(id, each), values, strict=True)))
+        self.begins(optimizer)
+
+    def begins(self, optimizer: Any) -> None:
+        """Sum up each parameter of an optimizer before its first step, for the classes of layers; once the leading one has stepped, those
+        of others.
+        """
+        if self.ledger.models or optimizer in self._summed:
+            return
+        self._summed.add(optimizer)
+        each = [p for p in self._parameters(optimizer).params if has_memory(type(p))][: LAYERS_MOST - len(self._sums)]
+        constant = (p for p in each if (some := sampled(p, CHECKSUM_ELEMENTS)) is not None and len({*some}) == 1)
+        self._constant.update(map(id, constant))
+        self._sum(each, False, lambda values: self._sums.update(zip(map(id, each), values, strict=True)))
 
     def averaged(self, elements: int, step: int) -> None:
         """Note that elements were reduced over all ranks before a backward pass; if as many as the parameters have, between two steps, see
@@ -143,7 +154,7 @@ class ReplicaChecksums:
             # only parameters that are trained now: many jobs leave frozen ones in the optimizer
             every = params if params and not ranks else own
             trained = sum(p.numel() for p in every if p.grad is not None) if self.reduced else 0
-            self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0)
+            self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0, self.reduced)
         self._rate(optimizer, params, step)
         self._outside_fsdp(outside, step)
         if not params:
@@ -188,7 +199,7 @@ class ReplicaChecksums:
             if self.ledger.models:
                 self._untrained, self._loose = self._without_optimizer(self._calls, optimizer)
             else:
-                self._layers = self._by_class(self._calls)
+                self._layers, self._outer = self._by_class(self._calls), _outermost(self._calls)
             self._calls = None
 
     def _outside_ddp(self, outside: list[Any], step: int) -> None:
@@ -212,12 +223,21 @@ class ReplicaChecksums:
         """Record a checksum of the parameters that FSDP does not shard; one without a gradient is not trained."""
         trained = [] if self.ledger.models else [p for p in outside if p.grad is not None]
         if trained:
-            self._checksum(SampleKind.OUTSIDE_FSDP, trained, step, name=_shapes(trained))
+            named = self._named()
+            names = [named[id(p)][0] for p in trained if id(p) in named]
+            self._checksum(SampleKind.OUTSIDE_FSDP, trained, step, name=_shapes(trained, names))
+
+    def _named(self) -> dict[int, tuple[str, Any]]:
+        """Return (name, parameter) by id of those of the modules that the second step called, without DDP."""
+        modules = [module for ref in self._outer if (module := ref()) is not None]
+        return {id(p): (name, p) for module in modules for name, p in module.named_parameters()}
 
     def _sample_layers(self, step: int) -> None:
         """Record a checksum of each class of layers; first also from before the first step."""
         for name, owned in self._layers.items():
-            key = len(owned) | all(map(self._began_constant, owned)) << 32
+            sparse = all(p.grad is not None and p.grad.is_sparse for p in owned)
+            elements = min(sum(p.numel() for p in owned), (1 << 30) - 1)
+            key = len(owned) | all(map(self._began_constant, owned)) << 32 | sparse << 33 | elements << 34
             if step == LAYER_STEPS[0]:
                 self._write_layers(name, 0, key, [self._sums[id(p)] for p in owned])
             self._sum(owned, False, partial(self._write_layers, name, step, key))
@@ -251,6 +271,23 @@ class ReplicaChecksums:
                 key = len(stale) | bool(loose) << 32
                 some = _spread([p for _, p in found])
                 self._sum(some, False, partial(self._unchanged, step, len(found), key, found[0][0]))
+
+    def _replaced(self, lead: Any, lacking: list[Any], step: int) -> None:
+        """Without DDP: record how many parameters of the modules that the forward calls have a gradient and are in no optimizer.
+
+        If the leading optimizer has some without a gradient that these modules do not have, and of each there is one of its shape,
+        but for the first dimension, among those: so they were replaced after it was built.
+        """
+        named = self._named()
+        stale = [p for p in lacking if id(p) not in named]
+        if not stale:
+            return
+        own = {id(p) for optimizer in (lead, *self.others.values()) for p in _params(optimizer)}
+        left = [of for i, of in named.items() if i not in own and of[1].grad is not None]
+        if Counter(map(_row, stale)) <= Counter(_row(p) for _, p in left):
+            names = ", ".join([name for name, _ in left[:NAMES]])
+            some = [part for _, p in _spread(left) if (part := own_part(p)) is not None]
+            self._sum(some, False, partial(self._unchanged, step, len(left), len(stale), names))
 
     def _hooks_lost(self, step: int) -> None:
         """Record how many of some parameters have lost DDP's hooks."""
@@ -318,6 +355,7 @@ class ReplicaChecksums:
             now = set(map(id, lacking))
             lacking = [p for p in before if id(p) in now]
             self._never[optimizer] = len(own), lacking
+            self._replaced(optimizer, lacking, step)
         elif self.ledger.models and self.ledger.averaged_by is None:
             return
         if lacking or (before and kept is not None):  # the last: none lacks one any longer
@@ -420,6 +458,20 @@ def _total(values: list[float]) -> float:
     return sum(value * (1.0 + i / 16) for i, value in enumerate(values))
 
 
+def _outermost(calls: EnteredModules) -> list[weakref.ref[Any]]:
+    """Return the modules that were entered, without those that are within another one."""
+    found, known = [], set()
+    for i, ref in calls.modules.items():
+        if i not in known and (module := ref()) is not None:
+            found.append(ref)
+            known.update(map(id, module.modules()))
+    return found
+
+
+def _row(p: Any) -> tuple[int, tuple[int, ...]]:
+    return p.dim(), tuple(p.shape[1:])
+
+
 def _spread(tensors: list[Any]) -> list[Any]:
     return tensors[:: max(1, len(tensors) // CHECKSUM_TENSORS)][:CHECKSUM_TENSORS]
 
@@ -476,10 +528,14 @@ def _shape(p: Any) -> str:
     return "one element" if p.numel() == 1 else " x ".join(map(str, p.shape))
 
 
-def _shapes(params: list[Any]) -> str:
-    """Return how many these are and the shape of the first: "2 parameters (the first of 20 x 32)"."""
-    first = _shape(params[0])
-    return f"1 parameter ({first})" if len(params) == 1 else f"{len(params)} parameters (the first of {first})"
+def _shapes(params: list[Any], names: list[str] | None = None) -> str:
+    """Return how many these are and the shape of the first, or names if all have one: "2 parameters (the first of 20 x 32)"."""
+    n, first = len(params), _shape(params[0])
+    if names and len(names) == n:
+        first = ", ".join(names[:NAMES]) + (", …" if n > NAMES else "")
+    elif n > 1:
+        first = f"the first of {first}"
+    return f"1 parameter ({first})" if n == 1 else f"{n} parameters ({first})"
 
 
 def _replicated(optimizer: Any) -> tuple[list[Any], str]:

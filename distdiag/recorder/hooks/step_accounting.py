@@ -51,6 +51,8 @@ class Checks:
         nonfinite.before_optimizer(optimizer, step)
         if step == 1:
             self.replicas.before_first_step(optimizer)
+        elif step == 2:
+            self.replicas.begins(optimizer)
         for m in models.values():
             if step >= m.next_check and m.slot.forwards:
                 self.unused.check(m, step)

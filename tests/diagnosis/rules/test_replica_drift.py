@@ -202,6 +202,45 @@ def test_layers_that_were_equal_and_drift_among_split_ones_are_named(
         )
 
 
+@pytest.mark.parametrize(
+    ("sparse", "reduced", "more", "severity"),
+    [
+        (True, 40, {}, "warning"),
+        (False, 40, {}, "info"),
+        (True, 90, {}, None),  # something else is reduced, too
+        (True, 0, {}, None),
+        (
+            True,
+            40,
+            {"calls": (Call(op="all_to_all", group="default_pg", seq=8, bytes=1 << 20),)},
+            None,
+        ),  # rows of the tables of all ranks
+        (True, 40, {"p2p_issued": {("default_pg", 1, 0): 3}}, None),
+    ],
+)
+def test_layers_whose_gradients_are_left_out_of_the_reduction_are_named(
+    sparse: bool, reduced: int, more: dict[str, Any], severity: str | None
+) -> None:
+    def samples(q: int) -> tuple[Sample, ...]:
+        values = {
+            "Embedding": (lambda k: 1.0 + q * k, 5 | sparse << 33 | 900 << 34),
+            "Linear": (lambda k: 1.0 + k, 5 | 40 << 34),
+        }
+        layers = (Sample("layers", k, of(k), key, name) for name, (of, key) in values.items() for k in (0, 32, 64))
+        drift = (Sample("parameters", k, 1.0 + q * k, key=5) for k in (0, 32, 64))
+        return (*layers, *drift, *(Sample("reduced", k, reduced / 940, key=reduced) for k in (32, 64)))
+
+    s = job(*(rank(q, models=(), samples=samples(q), **more) for q in range(2)))
+    of = of_kind(found_in(s), "replica_drift")
+    assert [f.severity for f in of] == [severity] * (severity is not None)
+    if of:
+        kind = "the sparse" if sparse else "the"
+        assert f"nothing reduces {kind} gradients of Embedding: these parameters were equal" in of[0].message
+        assert ("sparse=False" in str(of[0].advice)) is sparse
+    left = [x for x in replica_drift.evaluate(Facts(s)) if isinstance(x, Abstained) and x.cause is None]
+    assert [x.checked for x in left] == [False], "they began equal: that they differ is not taken for the structure"
+
+
 @pytest.mark.parametrize(("apart", "found"), [(0.1, True), (0.0, False)])
 def test_a_teacher_outside_ddp_that_differs_is_reported(apart: float, found: bool) -> None:
     """A deep copy that was made before DDP made the replicas equal."""
@@ -368,6 +407,14 @@ def test_parameters_that_fsdp_ignores_and_nothing_averages_are_reported() -> Non
     assert "ReduceOp.AVG" in str(f.advice)
 
 
+def test_parameters_beside_fsdps_that_differ_although_all_gradients_are_reduced_are_reported() -> None:
+    """Each rank clips by the norm of its own shards, for example."""
+    f = only(beside_fsdp(lambda q, k: 2.0 + 0.01 * k * (q + 1), op="all_reduce"))
+    assert (f.cause, f.severity, f.certainty, f.step) == ("update", "warning", "suspected", 2)
+    assert "what the script reduces in each step does not keep them equal" in f.message
+    assert "the squared norm of the shards" in str(f.advice)
+
+
 @pytest.mark.parametrize(
     ("values", "more"),
     [
@@ -375,7 +422,7 @@ def test_parameters_that_fsdp_ignores_and_nothing_averages_are_reported() -> Non
         (lambda q, k: 2.0 + 0.01 * (k + 1) * (q + 1), {}),  # each rank began with its own
         (lambda q, k: 2.0 + 0.01 * k * (1 + q * (k > 2)), {}),  # averaged at first: something else is wrong
         (lambda q, k: 2.0 + 0.01 * k * (q + 1), {"op": "all_to_all"}),  # experts
-        (lambda q, k: 2.0 + 0.01 * k * (q + 1), {"op": "all_reduce"}),  # by hand, and something else
+        (lambda q, k: 2.0 + 0.01 * k * (q + 1), {"op": "all_reduce", "share": 0.95}),  # metrics, and each rank's own
         (lambda q, k: 2.0 + 0.01 * k * (q + 1), {"share": 0.5}),  # FSDP within a node
         (lambda q, k: 2.0 + 0.01 * k * (q + 1), {"p2p_issued": {("default_pg", 1, 0): 3}}),  # stages
     ],
@@ -764,6 +811,8 @@ def test_ranks_that_split_a_module_are_compared_in_what_each_has_whole() -> None
     f = only(found(lambda q, k: float(k + (0.1 * k if q == 3 else 0.0))))
     assert (f.cause, f.culprits, f.victims) == ("split_module", (), (2, 3))
     assert "data parallel rank" in f.advice
+    f = only(found(lambda q, k: float(k + 0.1 * k * (q % 2))))
+    assert f.victims == (0, 1, 2, 3) and "ranks 2, 3 drift apart among each other, too" in f.message
 
 
 @pytest.mark.parametrize(

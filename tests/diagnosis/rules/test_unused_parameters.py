@@ -250,6 +250,22 @@ def test_parameters_with_gradients_that_no_optimizer_steps_are_reported(
         assert ("it has 2 that the module has not" in of[0].message) is bool(stale)
 
 
+def test_parameters_that_the_optimizer_lacks_and_others_that_the_model_lacks_are_named_without_ddp() -> None:
+    left = tuple(
+        Sample("not_stepped", k, 6.0, key=5, name="embed.weight, norm.weight, norm.bias, head.weight")
+        for k in (32, 64, 96, 128)
+    )
+    never = tuple(Sample("no_gradients", k, 5.0, key=40) for k in (32, 64, 96, 128))
+    s = job(*(rank(q, models=(), samples=left + never) for q in range(2)))
+    found = only([f for f in found_in(s) if f.kind == "unused_parameters"])
+    assert (found.cause, found.severity) == ("not_updated", "warning")
+    assert found.names[1:3] == ("norm.weight", "norm.bias") and "fully_shard" in str(found.advice)
+    assert (
+        "steps 5 parameters that the model does not have (any more), and 6 parameters of the model (embed.weight, norm.weight, norm.bias, head.weight and 2 more)"
+        in found.message
+    )
+
+
 def test_modules_in_a_list_are_told_from_a_layer_that_the_optimizer_lacks() -> None:
     left = tuple(Sample("not_stepped", k, 6.0, key=1 << 32, name="Adapter.down.weight") for k in (32, 64, 96, 128))
     found = only([f for f in found_in(job(rank(0, samples=left), rank(1, samples=left))) if f.cause == "not_updated"])
