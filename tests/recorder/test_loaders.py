@@ -26,6 +26,7 @@ from torch.utils.data import (
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
 from distdiag.recorder.fast import accounts
+from distdiag.recorder.hooks.data_set_index import data_set_content
 from distdiag.recorder.hooks.epoch_samples import EpochSamples
 from distdiag.recorder.hooks.loaders import Loaders, fingerprint
 from distdiag.recorder.state import Recorder
@@ -245,6 +246,86 @@ def test_the_same_samples_have_the_same_hashes_in_any_order_and_batches(make: An
         recorded.header.n_loaders = 0
         recorded.page.page.loaders[0].sampled_epoch = recorded.page.page.loaders[0].iterations = 0
         assert (epoch(recorded, part, batch=7) == first) is common
+
+
+class Rows(Dataset[torch.Tensor]):
+    """Rows in memory that are masked at random."""
+
+    def __init__(self, seed: int = 0, **more: Any) -> None:
+        self.rows = torch.randn(600, 12, generator=torch.Generator().manual_seed(seed))
+        self.__dict__.update(more)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.rows[index] * (torch.rand(12) > 0.2)
+
+
+def read(recorded: Loaders, data: Any, sampler: Any, **more: Any) -> set[int]:
+    """Return what is kept of the first epoch of a loader whose batches are trained on."""
+    recorded._slots.clear()
+    slot = recorded.page.page.loaders[0]
+    recorded.header.n_loaders = slot.sampled_epoch = slot.iterations = 0
+    loader = DataLoader(data, 8, sampler=sampler, **more)
+    iterator = iter(loader)
+    recorded.starts(loader, iterator, None)
+    for batch in iterator:
+        recorded.gives(iterator, batch)
+        recorded.trains()
+    recorded.ends(iterator)
+    assert recorded.header.errors == 0
+    by_index = slot.sampled_epoch >> 32 == 1
+    return {x >> 32 for x in slot.epoch_samples} if by_index else set()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samples_that_are_masked_at_random_are_compared_by_the_indices_that_the_sampler_draws(
+    workers: int, recorded: Loaders
+) -> None:
+    whole, evens = range(600), range(0, 600, 2)
+    first = read(recorded, Rows(), SubsetRandomSampler(evens), num_workers=workers)
+    again = read(recorded, Rows(), [*reversed(evens)], num_workers=workers)
+    assert len(first) == 32 and len(first & again) >= (32 if not workers else 20), (
+        "workers get some before they are counted"
+    )
+    assert not first & read(recorded, Rows(), range(1, 600, 2)), "another part"
+    assert not first & read(recorded, Rows(seed=1), evens), "other data"
+    assert not first & read(recorded, Rows(rank=1), evens), "it may mean another sample by an index"
+    assert len(first & read(recorded, Rows(), whole)) >= 8
+    halves = [Subset(Rows(), list(whole[i::2])) for i in (0, 1)]
+    assert not read(recorded, halves[0], range(300)) & read(recorded, halves[1], range(300))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [Counted(), Listed(torch.arange(600)), Listed(np.arange(600) % 10, "labels"), Listed(["a"] * 600), Rows(rows=torch.zeros(600, 4))],
+    ids=["nothing", "an order", "labels", "one word", "a constant"],
+)  # fmt: skip
+def test_the_content_of_data_that_is_not_in_memory_or_is_alike_is_not_known(data: Any) -> None:
+    assert data_set_content(data, len(data)) == 0
+
+
+def test_the_content_of_data_is_told_by_its_values_its_files_or_its_fingerprint() -> None:
+    known = [
+        Rows(), Rows(1), Listed(FILES), Listed([*zip(FILES, range(300), strict=True)]), TensorDataset(torch.randn(300), torch.ones(300)),
+        Listed(np.random.default_rng(0).random((300, 4))), Rows(_fingerprint="5f"), [{"text": x} for x in FILES],
+    ]  # fmt: skip
+    found = [data_set_content(x, len(x)) for x in known]
+    assert all(found) and len(set(found)) == len(found) - 1, "paths are the same with labels and without"
+
+
+def test_a_samplers_exception_passes_through_no_frame_of_ours(recorded: Loaders) -> None:
+    def fails() -> Any:
+        yield [0]
+        raise ValueError("no more")
+
+    loader = DataLoader(Rows(), batch_sampler=fails())
+    iterator = iter(loader)
+    recorded.starts(loader, iterator, None)
+    with pytest.raises(ValueError, match="no more") as raised:
+        list(iterator)
+    assert not [x for x in raised.traceback if "distdiag" in str(x.path) and "tests" not in str(x.path)]
 
 
 @pytest.mark.parametrize(

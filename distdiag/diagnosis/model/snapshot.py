@@ -118,7 +118,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     first_fingerprints: tuple[int, ...] = ()  # of the first batches of this epoch; equal on two ranks = same data
     fed: bool = False  # no loader: what a DDP module was given in steps without one
     previous_fingerprints: tuple[int, ...] = ()  # of the epoch before; equal to the above = same order every epoch
-    sampled_epoch: int = 0  # the epoch of the next field; 0: none
+    sampled_epoch: int = 0  # the epoch of the next field; 0: none; bit 32: what the sampler has drawn, not values
     # of the samples in it, those with the lowest hashes: the hash (high 32 bits), which workers gave it (bit i of 16), and how often it
     # came (low 16 bits)
     epoch_samples: tuple[int, ...] = ()

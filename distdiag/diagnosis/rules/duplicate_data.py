@@ -6,6 +6,7 @@ Batches are compared by fingerprints, and the samples of a first epoch that ends
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +38,15 @@ class Limits:
     """Share of the samples of two ranks' epochs that both read, as often, from which on they read the same: dropped last batches
     differ. Of random draws with replacement, a fifth are drawn as often by both."""
     some_samples: float = 0.25
-    """The same, from which on their parts overlap, if no rank reads one twice: 8 of 32 are no chance, and no padding of a sampler."""
+    """Share of the samples of all ranks that several read, from which on their parts overlap, if no rank reads one twice: 8 of 32 are no
+    chance, and no padding of a sampler. Of parts that each rank takes of an order of its own it is between 0.33 and 0.42."""
     losses: int = 16
     """Different losses that must be equal on all ranks."""
 
 
 limits = Limits()
 SPLIT = 1 << 33  # bit of a data set's index: it is a Subset
+BY_INDEX = 1 << 32  # bit of the number of a sampled epoch: its samples are what the sampler has drawn
 _EXCHANGES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _REPEATED = "{repeated} of {world} ranks repeat the work of another"
 SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same batches{site}{also}", _REPEATED,
@@ -55,7 +58,8 @@ SAME_SAMPLES = Template(kind, "same_batches_on_ranks",
     "{same} read the same samples in an epoch{site}, not a part each{also}",
     "each epoch trains on the same samples {times} times", "{do}")  # fmt: skip
 OVERLAP = Template(kind, "same_batches_on_ranks",
-    "the parts of the data that the ranks read in an epoch overlap{site}: about {share:share} of the samples of {same} are the same",
+    "the parts of the data that the ranks read in an epoch overlap{site}: about {share:share} of the samples that are read are read by several "
+    "ranks{left_out}",
     "some samples are trained on by several ranks in each epoch",
     "let the sampler shuffle with the same seed on all ranks, and then take each rank's part; if each rank is to draw at random, ignore this",
     severity=Severity.INFO)  # fmt: skip
@@ -367,7 +371,9 @@ def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
             why = "only the first batches were compared: no epoch has ended yet, or the first is too long, or not in CPU memory"
             yield Abstained(why, cause="same_batches_on_ranks")
         return
-    yield Abstained("", checked=True, cause="same_batches_on_ranks")
+    by_index = all(x.sampled_epoch & BY_INDEX or (x.distributed_sampler and x.sampler_fits) for x in loaders.values())
+    why = "" if by_index else "the values of samples were compared, which masks or augmentation change"
+    yield Abstained(why, checked=by_index, cause="same_batches_on_ranks")
     times = {q: {x >> 32: x & 0xFFFF for x in loaders[q].epoch_samples} for q in sorted(loaders)}
     groups: list[list[int]] = []
     for q, mine in times.items():
@@ -391,10 +397,22 @@ def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
             do=_DO[do],
         )
     elif not ranks and all(n == 1 for mine in times.values() for n in mine.values()):
-        common = {pair: _common(times[pair[0]], times[pair[1]]) for pair in itertools.pairwise(times)}
-        pair, share = max(common.items(), key=lambda x: x[1])
+        readers = Counter(itertools.chain.from_iterable(times.values()))
+        lowest = sorted(readers)[: min(map(len, times.values()))]
+        share = sum(readers[x] > 1 for x in lowest) / len(lowest)
         if share >= limits.some_samples:
-            yield _found(OVERLAP, s, loaders, sorted(loaders), same=rank_list(pair), share=2 * share / (1 + share))
+            # so many are left out for those that are read again
+            left_out = all(_is_part(x, s.world_size) and x.sampled_epoch & BY_INDEX for x in loaders.values())
+            yield _found(
+                OVERLAP, s, loaders, sorted(loaders), share=share, left_out=", and as many or more by none" if left_out else "",
+                severity=Severity.WARNING if left_out else None,
+            )  # fmt: skip
+
+
+def _is_part(x: Loader, ranks: int) -> bool:
+    """True if the epochs of all ranks together have as many samples as the data set, but for their last batches."""
+    batch = (x.batch_size or 0) * ranks
+    return batch < (n := x.dataset_length or 0) and abs((x.length or 0) * batch - n) <= batch
 
 
 def _also(groups: list[list[int]]) -> str:

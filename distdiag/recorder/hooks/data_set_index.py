@@ -50,6 +50,58 @@ def data_set_index(data: Any, length: int) -> int:
     return zlib.crc32(repr((length, found)).encode()) | KNOWN | split if found else 0
 
 
+def data_set_content(data: Any, length: int) -> int:
+    """Return a hash of some samples that a data set has in memory, as numbers or as paths, and of its own numbers and words; 0: unknown.
+
+    Two with the same one make the same sample of an index, but for what they draw at random.
+    """
+    if data is None or length <= 0:
+        return 0
+    chosen = list(range(0, length, max(1, length // ELEMENTS)))[:ELEMENTS]
+    found: list[Any] = [length]
+    exact, known = True, False
+    while isinstance(data, Subset) and len(found) < 5:
+        own = vars(data)
+        chosen = _elements(own.get("indices"), chosen, length if exact else None) or []
+        if not chosen or not all(type(x) is int and x >= 0 for x in chosen):
+            return 0
+        found.append(chosen)
+        data, exact = own.get("dataset"), False
+    for name, value in {"": data, **getattr(data, "__dict__", {})}.items():
+        if type(value) in (int, str):
+            found.append(value)
+            known |= name == "_fingerprint"  # Hugging Face's data sets have it, of their content
+        for column in value if name == "tensors" and type(value) is tuple else (value,):
+            rows = _rows(column, chosen, length if exact else None)
+            found += rows
+            if 2 * len({*rows}) > len(rows):  # else labels
+                known |= type(rows[0]) is str or (
+                    type(rows[0]) is tuple and [*map(type, rows[0])] != [int]
+                )  # that: an order
+    return zlib.crc32(repr(found).encode()) or 1 if known else 0
+
+
+def _rows(values: Any, chosen: Sequence[int], length: int | None) -> list[Any]:
+    """Return the chosen samples of a column of a data set, a tuple of numbers or a word each; nothing if it is none."""
+    numpy, kind = sys.modules.get("numpy"), type(values)
+    array = kind is torch.Tensor and values.is_cpu and values.layout is torch.strided and not values.is_nested
+    array |= numpy is not None and kind is numpy.ndarray and values.dtype.kind in "biuf"
+    if not (values.ndim if array else kind in (list, tuple)):
+        return []
+    if len(values) != length if length is not None else len(values) <= max(chosen):
+        return []
+    if not array:
+        return [_word(values[i]) for i in chosen]
+    flat = values[chosen].reshape(len(chosen), -1)
+    return [*map(tuple, flat[:, :: max(1, flat.shape[1] // ELEMENTS)][:, :ELEMENTS].tolist())]
+
+
+def _word(x: Any) -> str | int | None:
+    """Return a number or word of a sample: of a row of several the first word."""
+    row = x.values() if type(x) is dict else x if type(x) in (list, tuple) else (x,)
+    return next((part[:200] for part in row if type(part) is str), x if type(x) is int else None)
+
+
 def _name(x: Any) -> str | int | None:
     """Return what identifies an element of an index: a file's name without its folder, which may be the node's or the rank's own."""
     if type(x) is tuple or type(x) is list:  # (path, label)

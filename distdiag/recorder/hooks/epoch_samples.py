@@ -1,18 +1,21 @@
 """Hashes the samples of an epoch, to compare which samples ranks read, in whatever order and batches.
 
-Of all hashes the lowest are kept: ranks that read the same samples keep the same ones, and of parts that have none in common, none
-(a bottom-k sketch: Broder, "On the resemblance and containment of documents", 1997).
+A sample is the index that a sampler draws, if what the data set has in memory is known (`data_set_content`); else the values that come,
+which masks and augmentation change. Of all hashes the lowest are kept: ranks that read the same samples keep the same ones, and of parts
+that have none in common, none (a bottom-k sketch: Broder, "On the resemblance and containment of documents", 1997).
 """
 
 from __future__ import annotations
 
 import ctypes
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from distdiag.page.layout import EPOCH_SAMPLES
+from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import has_memory
 
 MOST = 1 << 15  # samples that are hashed of an epoch, at most: a third of a microsecond each
@@ -23,13 +26,16 @@ WORKERS = 16  # with more, nothing records which worker gave a sample
 class EpochSamples:
     """The lowest hashes of the samples of one epoch of one rank, how often each came, and from which workers (bits 16 to 31)."""
 
-    def __init__(self, workers: int = 0) -> None:
+    def __init__(self, workers: int = 0, content: int = 0) -> None:
         self.times: dict[int, int] = {}
+        self.content = content  # of the data set, if indices are hashed
         self._workers, self._batches = workers, 0
         self._limit, self._samples = 1 << 32, 0
 
     def add(self, tensor: torch.Tensor | None) -> bool:
         """Add the rows of a batch's tensor; False if that cannot be done, or there are too many."""
+        if self.content:
+            return self._samples <= MOST
         if tensor is None or tensor.device.type != "cpu" or not has_memory(type(tensor)):
             return False
         if tensor.layout is not torch.strided or tensor.is_nested or not tensor.dim():
@@ -43,19 +49,33 @@ class EpochSamples:
             return False
         size = tensor.numel() // n * tensor.element_size()
         memory = memoryview((ctypes.c_uint8 * (n * size)).from_address(at))
-        times, crc32, read = self.times, zlib.crc32, min(size, READ_BYTES)
-        for i in range((size - read) // 2, n * size, size):
-            key = crc32(memory[i : i + read])
+        crc32, read = zlib.crc32, min(size, READ_BYTES)
+        self._keep((crc32(memory[i : i + read]) for i in range((size - read) // 2, n * size, size)), worker)
+        return True
+
+    def drawn(self, indices: Any) -> Any:
+        """Add what a sampler draws, and return it."""
+        self._draw(indices if type(indices) is list else [indices])
+        return indices
+
+    @guarded
+    def _draw(self, indices: list[Any]) -> None:
+        self._samples += len(indices) if all(type(i) is int for i in indices) else MOST + 1
+        if self._samples <= MOST:
+            self._keep(zlib.crc32(b"%d" % i, self.content) for i in indices)
+
+    def _keep(self, keys: Iterable[int], worker: int = 0) -> None:
+        times = self.times
+        for key in keys:
             if key < self._limit:
                 times[key] = times.get(key, 0) + 1 | worker
                 if len(times) > EPOCH_SAMPLES:
                     del times[max(times)]
                     self._limit = max(times) + 1
-        return True
 
     def write(self, slot: Any) -> None:
         """Write them into a loader's slot, if there are enough to compare."""
         if len(self.times) == EPOCH_SAMPLES:
             for i, (key, times) in enumerate(self.times.items()):
                 slot.epoch_samples[i] = key << 32 | times
-            slot.sampled_epoch = slot.iterations
+            slot.sampled_epoch = slot.iterations | bool(self.content) << 32

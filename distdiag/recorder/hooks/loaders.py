@@ -23,15 +23,18 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
+from torch.utils.data import dataloader as loader_module
 
 from distdiag.page.layout import LOADERS, LoaderSlot
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
-from distdiag.recorder.hooks.data_set_index import data_set_index
+from distdiag.recorder.hooks.data_set_index import data_set_content, data_set_index
 from distdiag.recorder.hooks.epoch_samples import MOST, EpochSamples
 from distdiag.recorder.state import guarded
 from distdiag.recorder.unseen import has_memory, unseen
 
+# not a subclass's, which may read the sampler's iterator, as those do that save its state
+_TORCHS = (loader_module._SingleProcessDataLoaderIter, loader_module._MultiProcessingDataLoaderIter)
 EPOCHS = 2  # first epochs whose samples may be hashed
 POLLS = 16  # newest polls of a loader's workers that are averaged
 # spread by the golden ratio, so that no period of the data matches
@@ -115,7 +118,8 @@ class Loaders:
         slot.persistent_workers = int(bool(getattr(loader, "persistent_workers", False)))
         if loader.num_workers:
             self._iterators[slot.site] = ref(iterator)
-        self._hash_samples(iterator, slot)
+        own = type(iterator) in _TORCHS and slot.distributed_sampler != 1  # the latter's parts are known by its numbers
+        self._hash_samples(iterator, slot, dataset if own else None)
 
     @guarded
     def starts_plain(self, key: object, iterable: Iterable[Any], length: int | None, frame: Any) -> None:
@@ -125,10 +129,17 @@ class Loaders:
             slot.promised = int(length is not None)
             self._hash_samples(key, slot)
 
-    def _hash_samples(self, iterator: Any, slot: LoaderSlot) -> None:
-        """Hash the samples of this epoch, if it is one of the first and not known to be long, until one trains to its end."""
+    def _hash_samples(self, iterator: Any, slot: LoaderSlot, dataset: Any = None) -> None:
+        """Hash the samples of this epoch, if it is one of the first and not known to be long, until one trains to its end.
+
+        Of a data set whose content is known, by the indices that its sampler draws from now on: workers have got a few before.
+        """
         if slot.iterations <= EPOCHS and not slot.sampled_epoch and slot.length * max(slot.batch_size, 1) <= MOST:
-            self._by_iterator[id(iterator)] = (*self._by_iterator[id(iterator)][:2], EpochSamples(slot.workers))
+            with unseen():
+                hashed = EpochSamples(slot.workers, data_set_content(dataset, slot.dataset_length))
+            if hashed.content:
+                iterator._sampler_iter = map(hashed.drawn, iterator._sampler_iter)
+            self._by_iterator[id(iterator)] = (*self._by_iterator[id(iterator)][:2], hashed)
 
     def _begin(self, iterator: Any, site: int) -> LoaderSlot | None:
         slot = self._slot(site)

@@ -246,6 +246,8 @@ def plan(r: random.Random, kind: str, ranks: int) -> list[list[int]]:
     if kind == "parts that overlap":
         size = n // ranks
         return [[data[i % n] for i in range(q * size // 2, q * size // 2 + size)] for q in range(ranks)]
+    if kind == "parts of its own order each":
+        return [r.sample(data, n)[q::ranks] for q in range(ranks)]
     if kind == "drawn with replacement":
         size = n if r.random() < 0.5 else n // ranks
         return [r.choices(data, k=size) for _ in range(ranks)]
@@ -262,6 +264,7 @@ def plan(r: random.Random, kind: str, ranks: int) -> list[list[int]]:
         ("all, each in its order", "warning"),
         ("parts for half of the ranks", "warning"),
         ("parts that overlap", "info"),
+        ("parts of its own order each", "info"),
         ("drawn with replacement", ""),
         ("parts of data with repeats", ""),
         ("parts", ""),
@@ -282,6 +285,30 @@ def test_ways_to_read_an_epoch_are_told_apart(kind: str, severity: str) -> None:
         if [f.severity for f in found] != [severity] * bool(severity):
             wrong.append((ranks, len(read[0]), [f.message for f in found]))
     assert len(wrong) <= (3 if severity else 0), wrong
+
+
+@pytest.mark.parametrize(("length", "severity"), [(1600, "warning"), (9600, "info")])
+def test_parts_that_overlap_are_a_warning_if_they_are_as_many_samples_as_the_data_set_has(
+    length: int, severity: str
+) -> None:
+    r = random.Random(3)
+    read = [hashed(r.sample(PART[:1600], 1600)[q::2]) for q in range(2)]
+    of = [loader(first_fingerprints=prints(q), sampled_epoch=1 | 1 << 32, epoch_samples=x, length=100, batch_size=8, dataset_length=length)
+          for q, x in enumerate(read)]  # fmt: skip
+    f = only(duplicates(*of))
+    assert f.severity == severity and ("and as many or more by none" in f.message) is (severity == "warning")
+
+
+@pytest.mark.parametrize(("by_index", "checked"), [(1 << 32, True), (0, False)])
+def test_values_of_samples_that_differ_are_no_proof_of_other_samples(by_index: int, checked: bool) -> None:
+    of = [
+        loader(first_fingerprints=prints(q), sampled_epoch=1 | by_index, epoch_samples=hashed(PART[q::2]))
+        for q in range(2)
+    ]
+    s = job(*(rank(q, loaders=(x,)) for q, x in enumerate(of)))
+    assert [
+        x.checked for x in duplicate_data.evaluate(Facts(s, source=lambda _: PLAIN)) if isinstance(x, Abstained)
+    ] == [checked]
 
 
 @pytest.mark.parametrize(("fits", "judged"), [(True, True), (None, False)])
