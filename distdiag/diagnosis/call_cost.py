@@ -143,6 +143,10 @@ def _lines(calls: tuple[Call, ...], source: Source) -> dict[str, tuple[float, di
 
 
 # The script calls `backward`, and what that calls for every layer or group of parameters are FSDP's collectives, or a hook's.
+GATHERED_AGAIN = (
+    "backward gathers parameters again that forward has had: keep them until then, if memory allows (`reshard_after_forward=False`, or "
+    "SHARD_GRAD_OP), or let each call carry more (`fully_shard` on larger blocks)"
+)
 IN_BACKWARD = (
     "backward starts it: let each call carry more (`fully_shard` on larger blocks), reduce in bf16 (reduce_dtype of MixedPrecisionPolicy), "
     "or accumulate, with set_requires_gradient_sync(False) in all but the last backward"
@@ -150,6 +154,7 @@ IN_BACKWARD = (
 _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: x.again, AGAIN),
     (lambda x: x.grew is not None, HISTORY),
+    (lambda x: ".backward(" in x.source and x.op.startswith("all_gather"), GATHERED_AGAIN),
     (lambda x: ".backward(" in x.source, IN_BACKWARD),
     (lambda x: x.op == "barrier",
      "leave the barrier out of the loop: a collective that follows waits for all ranks by itself"),

@@ -43,7 +43,7 @@ HARMLESS = Template(kind, "loss",
     "if the loss is not scaled by a large factor: check the batch, and logarithms and divisions in the loss",
     proved=True, severity=Severity.INFO)  # fmt: skip
 DROPPED = Template(kind, "loss",
-    "loss is {value} on {on} again and again, as in step {step}{site}; the gradients of the updates between them are finite",
+    "loss is {value} on {on} again and again, as in step {step}{site}{often}; the gradients of the updates between them are finite",
     "no rank learns from such a batch: its update is skipped, or its gradients are zero",
     "check the batches of {on} in which that happens (no target, a division by zero, a logarithm of zero), and leave out the sample, not the step",
     proved=True, severity=Severity.WARNING)  # fmt: skip
@@ -68,7 +68,14 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif dropped:
         first = min(x.step for _, x in dropped)
         common = _common(s, [(q, x) for q, x in dropped if x.step == first])
-        yield DROPPED(victims=sorted(s.ranks) if common["everywhere"] else (), **common)
+        losses = [[x.loss for x in r.steps if x.loss is not None] for r in s.ranks.values()]
+        newest = max(losses, key=lambda of: sum(map(math.isnan, of)))
+        often = (
+            f", {sum(map(math.isnan, newest))} of the newest {len(newest)} steps"
+            if any(map(math.isnan, newest))
+            else ""
+        )
+        yield DROPPED(victims=sorted(s.ranks) if common["everywhere"] else (), **common, often=often)
     elif infinite:
         chosen, _ = _deciding(s, infinite)  # several in a row, while their gradients are finite
         common = _common(s, chosen)
