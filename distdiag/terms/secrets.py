@@ -15,11 +15,14 @@ KEEP = "DISTDIAG_KEEP_SECRETS"  # 1: store and show command lines unmasked
 MASK = "***"
 
 _SECRET = re.compile(r"token|key|passw|secret|credential", re.IGNORECASE)
-_NUMBERED = re.compile(r"token(s|i[sz]\w*)\b|(num|max|min)[-_.]?\w*token|(?<![a-z])key[-_.]?(value|bias|dim|size|padding)|monkey|keyboard",
-                       re.IGNORECASE)  # fmt: skip
+_NUMBERED = re.compile(r"(?<!auth.)(?<!access.)(?<!api.)(?<!hf.)tokens\b|tokeni[sz][a-z]*|(num|max|min)[-_.]?\w*token|(?<![a-z])key[-_.]?(value|bias|dim|size|padding)"
+                       "|monkey|keyboard", re.IGNORECASE)  # fmt: skip
 _OPTION = re.compile(r"-{0,2}\+{0,2}[A-Za-z_][\w.\-/@]*")
 _QUOTED = 1 << 16  # characters; shlex takes four times as long for a word of twice the length
-_IN_URL = re.compile(r"(?<=://)([^/@\s:]*):([^/@\s]+)(?=@)")
+_IN_URL = re.compile(
+    r"""([a-z+.-]{0,20}://[^/@\s:"']*:|https?://)[^/\s"']+(?=@)|([?&][^=&\s"']*(?:token|key|passw|secret|credential)[^=&\s"']*=)[^&\s"']+""",
+    re.IGNORECASE,
+)
 
 
 def kept() -> bool:
@@ -37,14 +40,27 @@ def mask(arguments: Sequence[str]) -> list[str]:
     follows = False
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        secret = bool(_OPTION.fullmatch(name) and _SECRET.search(name) and not _NUMBERED.search(name))
+        secret = bool(_OPTION.fullmatch(name)) and _is_secret(name)
         if follows and not argument.startswith("--"):
             out.append(MASK)
             follows = False
             continue
         follows = secret and not equals and name.startswith("-")
-        out.append(f"{name}={MASK}" if secret and equals and value else _IN_URL.sub(rf"\1:{MASK}", argument))
+        inner = (
+            f"{name}={mask([value])[0]}" if "=" in value and name.startswith("-") else argument
+        )  # --opt=api_key=VALUE
+        out.append(f"{name}={MASK}" if secret and equals and value else _without_secrets(inner))
     return out
+
+
+def _is_secret(name: str) -> bool:
+    """True if a name has a word for a secret besides those of counts and models: `tokenizer_token`."""
+    return _SECRET.search(_NUMBERED.sub("", name)) is not None
+
+
+def _without_secrets(text: str) -> str:
+    """Return a text with the secrets in its URLs replaced: of a user, or of a query."""
+    return _IN_URL.sub(lambda found: (found[1] or found[2]) + MASK, text)
 
 
 def mask_text(command: str) -> str:
@@ -67,8 +83,8 @@ def mask_source(text: str) -> str:
 
     def masked(found: re.Match[str]) -> str:
         name = found["name"]
-        if not _SECRET.search(name) or _NUMBERED.search(name):
+        if not _is_secret(name):
             return found[0]
         return f"{name}{found['between']}{found['quote']}{MASK}{found['quote']}"
 
-    return _IN_URL.sub(rf"\1:{MASK}", _LITERAL.sub(masked, text))
+    return _without_secrets(_LITERAL.sub(masked, text))

@@ -28,6 +28,13 @@ from tests.jobs import clean_env
         ("+model.client_secret=abc", "+model.client_secret=***"),
         ("--data https://me:abc@host/x", "--data https://me:***@host/x"),
         ("--token=", "--token="),
+        (
+            "--auth-tokens a --tokenizer_hf_token=b --max-token-secret=c",
+            "--auth-tokens *** --tokenizer_hf_token=*** --max-token-secret=***",
+        ),
+        ("--set=logger.api_key=a --set=optim.lr=0.1", "--set=logger.api_key=*** --set=optim.lr=0.1"),
+        ("https://abc@host/x https://host/?a=1&token=b&c=2", "https://***@host/x https://host/?a=1&token=***&c=2"),
+        ("postgres://me:a@b@host/db redis://:abc@host", "postgres://me:***@host/db redis://:***@host"),
         ("--tokenizer gpt2 --max-tokens 4096 --tokens 8 --num-key-value-heads 8", None),
         ("train.py --lr 0.1 keys/train.py key", None),
     ],
