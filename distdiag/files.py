@@ -246,13 +246,15 @@ def _mode(directory: int) -> int:
 
 
 @contextlib.contextmanager
-def replacing(folder: Path, name: str, own: bool = True) -> Iterator[Path]:
+def replacing(folder: Path, name: str, own: bool = True, over: bool = True) -> Iterator[Path]:
     """Yield a new hidden file, which becomes `folder/name` when the block ends; if the block raises, it is removed.
 
     Args:
         own: Refuse a directory of another user; False for files that belong to no run.
+        over: Replace a file of that name.
 
     Raises:
+        FileExistsError: there is one, and `over` is not set.
         OSError: it could not be created or renamed, or the directory belongs to another user.
     """
     below, _, last = name.rpartition("/")
@@ -261,6 +263,8 @@ def replacing(folder: Path, name: str, own: bool = True) -> Iterator[Path]:
         os.close(_new(directory, part))
         try:
             yield folder / below / part
+            if not over:
+                os.close(os.open(last, _EXCLUSIVE, dir_fd=directory))
             os.replace(part, last, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +24,15 @@ def new_file(path: Path, force: bool = False, own: bool = False) -> Iterator[IO[
     """
     if path.is_dir():
         raise DistdiagError(f"{path} is a directory", f"name a file: -o {path / 'report.html'}")
-    if path.exists() and not force:
-        raise DistdiagError(f"{path} is there already", "--force overwrites it, -o FILE writes another one")
+    there = DistdiagError(f"{path} is there already", "--force overwrites it, -o FILE writes another one")
+    if os.path.lexists(path) and not force:
+        raise there
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path.parent, path.name, own) as part, part.open("wb") as f:
+        with replacing(path.parent, path.name, own, over=force) as part, part.open("wb") as f:
             yield f
+    except FileExistsError:  # made meanwhile
+        raise there from None
     except OSError as e:
         raise DistdiagError(
             f"cannot write {path}: {e.strerror or e}", "free some space, or choose another file with -o"

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from distdiag.cli import main
+from distdiag.errors import DistdiagError
+from distdiag.report.output import new_file
 from tests.report.runs import DEADLOCK, make_run
 
 
@@ -137,3 +139,15 @@ def test_compare_needs_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["compare", str(few), str(few), "--fail-above", "5"]) == 3
     assert "at least 20" in capsys.readouterr().out
     assert main(["compare", str(none), str(none)]) == 4
+
+
+def test_nothing_that_appears_meanwhile_is_overwritten(tmp_path: Path) -> None:
+    link = tmp_path / "link.html"
+    link.symlink_to(tmp_path / "missing")
+    with pytest.raises(DistdiagError, match="is there already"), new_file(link):
+        pass
+    path = tmp_path / "report.html"
+    with pytest.raises(DistdiagError, match="is there already"), new_file(path):
+        path.write_text("another's")
+    assert path.read_text() == "another's" and link.is_symlink()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.html", "report.html"]
