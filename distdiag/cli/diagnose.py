@@ -213,6 +213,8 @@ def _with_stdin(targets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     if _STDIN.isdisjoint(targets):
         yield targets
         return
+    if sys.stdin is None or not sys.stdin.readable():
+        raise DistdiagError("standard input is closed", "`distdiag diagnose FILE` reads a file")
     with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
         path = Path(folder, "stdin.log")
         with path.open("wb") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import click
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, say_json, wants_colour
-from distdiag.terms.untrusted import visible
+from distdiag.terms.untrusted import cut, visible
 
 if TYPE_CHECKING:
     from distdiag.doctor.check import Check, Examination
@@ -21,9 +22,9 @@ _COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "bright_bl
 
 def _endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise DistdiagError(
-            f"--reach {text}: not HOST:PORT", "for example --reach node0:29500, torchrun's default port"
+            f"--reach {cut(text, 80)}: not HOST:PORT", "for example --reach node0:29500, torchrun's default port"
         )
     return host.strip("[]"), int(port)
 

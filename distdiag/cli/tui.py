@@ -12,6 +12,7 @@ import click
 
 from distdiag.errors import DistdiagError, ExitCode, need
 from distdiag.streams import needs_ascii, say, say_json
+from distdiag.terms.untrusted import cut
 
 if TYPE_CHECKING:
     from distdiag.tui.ui import Ui
@@ -24,9 +25,9 @@ SCREENS = (
 def _size(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
-    m = re.fullmatch(r"(\d+)x(\d+)", text)
+    m = re.fullmatch("([0-9]{1,4})x([0-9]{1,4})", text)
     if m is None:
-        raise DistdiagError(f"--size {text}: not WIDTHxHEIGHT", "for example --size 120x30")
+        raise DistdiagError(f"--size {cut(text, 40)}: not WIDTHxHEIGHT", "for example --size 120x30")
     width, height = int(m[1]), int(m[2])
     if width < 60 or height < 10:
         raise DistdiagError(f"--size {text} is too small", "the smallest is 60x10")
@@ -67,7 +68,7 @@ def _ui(
     show_default=True,
     help="First screen, or the one to print.",
 )
-@click.option("--rank", type=click.IntRange(0), help="Start on this rank's own screen.")
+@click.option("--rank", type=click.IntRange(0, 1_000_000), help="Start on this rank's own screen.")
 @click.option(
     "--at", "at_s", type=float, metavar="SECONDS", help="Show the run at this time, in seconds since it began."
 )

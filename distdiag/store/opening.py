@@ -158,9 +158,9 @@ def connect(database: Path) -> tuple[Connection, str | None]:
         return con
 
     wal = database.with_name(database.name + "-wal")
-    if _is_wal(database) and _left_alone(database, wal):
+    if (_is_wal(database) or wal.exists()) and _left_alone(database, wal):
         # SQLite would create its -wal and -shm files again, or write into them: a reader changes nothing
-        return attempt("&vfs=unix-none", exclusive=True) if size_of(wal) else attempt("&immutable=1"), None
+        return attempt("&vfs=unix-none", exclusive=True) if _has_frames(wal) else attempt("&immutable=1"), None
     try:
         return attempt(""), None
     except sqlite3.OperationalError as e:
@@ -183,6 +183,16 @@ def _is_wal(database: Path) -> bool:
             return file.read(20)[18:20] == b"\2\2"
     except OSError:
         return False
+
+
+def _has_frames(wal: Path) -> bool:
+    """True if the first frame of a log is one of its header (sqlite.org/fileformat2.html): SQLite deletes a log without any when it closes it."""
+    try:
+        with open(files.open_to_read(wal.parent, wal.name), "rb") as file:
+            head = file.read(56)
+    except OSError:
+        return False
+    return head[:3] == b"\x37\x7f\x06" and len(head) == 56 and head[16:24] == head[40:48]
 
 
 def _left_alone(database: Path, wal: Path) -> bool:
@@ -241,11 +251,8 @@ def _rolled_back(database: Path) -> Iterator[Path | None]:
             made = tempfile.TemporaryDirectory(prefix="distdiag-", ignore_cleanup_errors=True)
             folder = Path(until_opened.enter_context(made))
             for name in (database.name, f"{database.name}-journal"):
-                with (
-                    open(files.open_to_read(database.parent, name), "rb") as source,
-                    (folder / name).open("wb") as target,
-                ):
-                    shutil.copyfileobj(source, target)
+                with open(files.open_to_read(database.parent, name), "rb") as source, (folder / name).open("wb") as to:
+                    _copy(source.fileno(), to.fileno(), shutil.disk_usage(folder).free)
             with (folder / f"{database.name}-journal").open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(0, end - len(_SUPER_JOURNAL)))
@@ -257,6 +264,27 @@ def _rolled_back(database: Path) -> Iterator[Path | None]:
         except (OSError, sqlite3.Error):
             pass
         yield copy
+
+
+def _copy(source: int, target: int, free_bytes: int) -> None:
+    """Copy what a file holds and leave its holes, which may be larger than the disk.
+
+    Raises:
+        OSError: it would take half of the free space, or cannot be read or written.
+    """
+    found, at = os.fstat(source), 0
+    if 2 * found.st_blocks * 512 > free_bytes:
+        raise OSError("too large for a copy")
+    while at < found.st_size:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+        except OSError:  # the rest is a hole
+            break
+        end = os.lseek(source, at, os.SEEK_HOLE)
+        os.lseek(target, at, os.SEEK_SET)
+        while at < end and (copied := os.sendfile(target, source, at, end - at)):
+            at += copied
+    os.truncate(target, found.st_size)
 
 
 def _quoted(database: Path) -> str:

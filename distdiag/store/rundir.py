@@ -149,7 +149,10 @@ def _latest() -> Path:
 
 def _started_s(run_dir: Path) -> float:
     started_s = read_run_json(run_dir).get("started_unix_s")
-    return float(started_s) if isinstance(started_s, int | float) else _changed(run_dir)
+    with contextlib.suppress(OverflowError):  # JSON has integers of any size
+        if isinstance(started_s, int | float):
+            return float(started_s)
+    return _changed(run_dir)
 
 
 def shown(path: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -52,6 +53,14 @@ def test_text_from_the_job_keeps_its_width(text: str, width: int) -> None:
 @given(st.text(alphabet="ab cd", max_size=80), st.integers(4, 30))
 def test_wrapping_loses_no_word(text: str, width: int) -> None:
     assert "".join("".join(wrap(text, width)).split()) == "".join(text.split())
+
+
+@pytest.mark.parametrize("text", ["x" * 400_000, "\u0301" * 400_000, "字" * 400_000, "字 " * 200_000])
+def test_wrapping_takes_a_time_linear_in_the_length(text: str) -> None:
+    began_s = time.process_time()
+    lines = wrap(text, 80)
+    assert time.process_time() - began_s < 10  # it was minutes, and gigabytes
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "")
 
 
 @pytest.mark.parametrize(

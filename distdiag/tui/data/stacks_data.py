@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +16,7 @@ from distdiag.tui.data import excerpt
 from distdiag.tui.data.snapshot import Request
 
 MAX_SITES = 6
+MAX_LINES = 20_000  # of the tree
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,10 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Sta
     found = store.read(run.path)
     if found is None:
         now = places(frame)
-        return StacksData(
-            frame.t_s, tuple(_flatten(store.merge(now), 0)), False, len(frame.table), _sites(run, now, cache)
-        )
+        return StacksData(frame.t_s, _lines(now), False, len(frame.table), _sites(run, now, cache))
     key = (found.t_s, len(found.ranks))
     if cache.get("stacks", (None,))[0] != key:
-        cache["stacks"] = (key, tuple(_flatten(store.merge(found), 0)))
+        cache["stacks"] = (key, _lines(found))
     return StacksData(found.t_s, cache["stacks"][1], True, len(found.ranks), _sites(run, found, cache))
 
 
@@ -93,10 +94,12 @@ def places(frame: Frame) -> store.Stacks:
     return store.Stacks(t_s=frame.t_s, ranks=out)
 
 
-def _flatten(branches: list[store.Branch], depth: int, root: bool = True) -> list[TreeLine]:
-    out: list[TreeLine] = []
+def _lines(found: store.Stacks) -> tuple[TreeLine, ...]:
+    return tuple(itertools.islice(_flatten(store.merge(found), 0), MAX_LINES))
+
+
+def _flatten(branches: list[store.Branch], depth: int, root: bool = True) -> Iterator[TreeLine]:
     for b in branches:
-        out.append(TreeLine(depth, b.frame, tuple(b.ranks), len(branches) > 1, root, not b.children))
+        yield TreeLine(depth, b.frame, tuple(b.ranks), len(branches) > 1, root, not b.children)
         # a chain stays at its depth; only where ranks part does the tree indent
-        out += _flatten(b.children, depth + (1 if len(b.children) > 1 else 0), root=False)
-    return out
+        yield from _flatten(b.children, depth + (1 if len(b.children) > 1 else 0), root=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from distdiag.terms.quantiles import quantile
@@ -23,6 +23,7 @@ from distdiag.terms.untrusted import visible
 
 seconds, size, rate = duration, size_text, rate_text  # short names, as the screens use them often
 
+CACHED = 1000  # characters of a text whose width is kept
 SPARKS = "▁▂▃▄▅▆▇█"
 
 # One cell for one cell, so that --ascii changes no layout.
@@ -49,11 +50,15 @@ def to_ascii(text: str) -> str:
     return "".join(c if ord(c) < 128 else "?" * cells(c) for c in text)
 
 
-@lru_cache(maxsize=8192)
 def cells(text: str) -> int:
     """Return the width of `text` in terminal cells, as the terminal library counts them."""
     if text.isascii() or _PLAIN.issuperset(text):
         return len(text)
+    return _other_cells(text) if len(text) <= CACHED else _other_cells.__wrapped__(text)
+
+
+@lru_cache(maxsize=8192)
+def _other_cells(text: str) -> int:
     from rich.cells import cell_len
 
     return cell_len(text)
@@ -96,26 +101,40 @@ def within(parts: Sequence[str], width: int) -> str:
 
 
 def wrap(text: str, width: int, most: int | None = None) -> list[str]:
-    """Return `text` on (at most `most`) lines of at most `width` cells, broken at spaces if possible."""
+    """Return `text` on (at most `most`) lines of at most `width` cells, broken at spaces if possible, in time linear in its length."""
     lines: list[str] = []
-    current = ""
+    line: list[str] = []
+    used = 0
     for word in text.split(" "):
-        while True:
-            candidate = f"{current} {word}" if current.strip() else current + word
-            if cells(candidate) <= width:
-                current = candidate
-                break
-            if current.strip():
-                lines.append(current)
-                current = ""
-                continue
-            head = clip(word, max(2, width))[:-1] or word[:1]  # a word longer than the line
-            lines.append(head)
-            current, word = "", word[len(head) :]
-    lines.append(current)
+        whole = cells(word)
+        for nth, piece in enumerate(_pieces(word, width)):
+            size, begun = cells(piece), bool(line and line[0].strip())
+            if nth or (begun and used + 1 + whole > width):
+                lines.append(" ".join(line))
+                begun = False
+            if begun:
+                line.append(piece)
+                used += 1 + size
+            else:
+                line, used = [piece], size
+    lines.append(" ".join(line))
     if most is not None and len(lines) > most:
         lines[most - 1 :] = [clip(" ".join(lines[most - 1 :]), width)]
     return lines
+
+
+def _pieces(word: str, width: int) -> Iterator[str]:
+    """Yield a word in pieces of less than `width` cells, the last of at most that."""
+    left, begin, used = cells(word), 0, 0
+    for i, ch in enumerate(word if left > width else ""):
+        size = cells(ch)
+        if i > begin and used + size >= max(2, width):
+            yield word[begin:i]
+            left, begin, used = left - used, i, 0
+            if left <= width:
+                break
+        used += size
+    yield word[begin:]
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------
