@@ -147,6 +147,46 @@ def test_a_member_that_never_created_the_group_is_named(tmp_path: Path) -> None:
     assert summary(f) == ("deadlock", "missing_rank", (2,)) and "never created group eval" in f.message
 
 
+def test_a_collective_that_all_devices_have_begun_is_no_cycle(tmp_path: Path) -> None:
+    """One pair of the data-parallel groups hangs; its ranks' next calls are queued behind, and the others wait in those."""
+    tp = {"1": ("tp", (0, 1)), "2": ("tp", (2, 3))}
+    for queued in (True, False):
+        job = trained(Job(4, {**tp, "3": ("dp", (0, 2)), "4": ("dp", (1, 3))}))
+        job.collective("reduce_scatter", "3")
+        job.collective("reduce_scatter", "4", done=())
+        for r in (1, 3):
+            begin(job, r)
+        for group, (_, members) in tp.items():
+            job.collective(group=group, ranks=members if queued else members[:1], done=())
+        for r in (0, 2):
+            begin(job, r)
+        f = only(diagnose(tmp_path / f"{queued}", job))
+        assert summary(f) == ("stall", "unknown", (1, 3)) and f.victims == (0, 2)
+        assert "reduce_scatter #21 (dp 4, 4.0 KiB) timed out with no rank missing" in f.message
+        assert "between ranks 1, 3" in f.message and "ranks 0, 2 wait for them" in f.message
+
+
+def test_a_member_whose_list_of_the_group_differs_is_named(tmp_path: Path) -> None:
+    """Rank 3 counts itself in, the others do not: its communicator is not made, or its collective waits for the others."""
+    for entered in (False, True):
+        job = trained(Job(5))
+        job.groups["1"] = ("expert", (0, 1, 2, 3))
+        job.collective(group="1", ranks=(0, 1, 2), done=(0, 1, 2))
+        if entered:
+            job.collective(group="1", ranks=(3,), done=())
+        job.collective(ranks=(0, 1, 2, 4))
+        folder = tmp_path / f"{entered}"
+        folder.mkdir()
+        for r in range(5):
+            dump = job.dump(r)
+            if r < 3:
+                dump["pg_config"]["1"]["ranks"] = "[0, 1, 2]"
+            (folder / f"rank{r}.json").write_bytes(as_json(dump))
+        f = only(diagnose_dumps(folder))
+        assert summary(f) == ("group_misuse", "not_a_member", (3,)) and f.victims == (0, 1, 2, 4)
+        assert "group expert consists of ranks 0–3 on rank 3, but of ranks 0, 1, 2 on ranks 0, 1, 2" in f.message
+
+
 def test_a_rank_with_a_dump_of_an_earlier_attempt_only_is_missing(tmp_path: Path) -> None:
     old, new = trained(Job(4)), trained(Job(4))
     old.collective(ranks=(0, 1, 2))

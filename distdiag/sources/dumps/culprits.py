@@ -50,6 +50,7 @@ class _Link:
     lacking: frozenset[int]  # known not to have issued it; if all have, those whose device has not begun it
     unclear: frozenset[int]  # without a dump
     also: frozenset[int]  # with it in flight, too
+    met: bool = False  # both ends, or the devices of all members, have begun it, and it has completed on none
 
 
 Links = dict[int, _Link]  # by id of the wait
@@ -112,7 +113,7 @@ def _link(snapshot: Snapshot, w: Wait, dumped: set[int], stale: Collection[int])
         also = frozenset((rank,) if theirs is None else (rank, peer))
         waits = mine is not None and mine.started and theirs is not None and theirs.started is False
         not_begun = frozenset((peer,) if waits else ())
-        arrived = False
+        arrived, met = False, not not_begun
     else:
         members, call = snapshot.groups[w.group].ranks, next(iter(w.calls.values()), None)
         also = frozenset(
@@ -120,12 +121,13 @@ def _link(snapshot: Snapshot, w: Wait, dumped: set[int], stale: Collection[int])
         )
         begun = {q: c.started for q, c in w.calls.items() if q in also and c.started is not None}
         known = len(begun) == len(also) and any(begun.values())
+        met = len(also) == len(members) > 1 and len(begun) == len(also) and all(begun.values())
         not_begun = frozenset(q for q, b in begun.items() if not b) if known else frozenset()
         # a member has completed it, which proves that all had issued it
         arrived = call is not None and synchronizes(call.op)
         arrived = arrived and any(states[q].completed.get(w.group, 0) >= w.seq for q in members)
     if not w.missing:
-        return _Link(w, not_begun, frozenset(), also)
+        return _Link(w, not_begun, frozenset(), also, met)
     if arrived:
         return _Link(w, frozenset(), frozenset(), also)
     return _Link(w, w.missing & dumped - set(stale), w.missing - dumped, also)
@@ -179,8 +181,8 @@ def _ends(graph: WaitGraph, links: Links, dumped: Iterable[int], awaited: frozen
             out.culprits |= few[1] if len(few[1]) < len(many[1]) else frozenset()
         elif unknown:
             out.silent |= unknown
-        elif here and all(link.wait.p2p and not link.lacking for link in here):
-            out.in_flight += [link.wait for link in here]  # both ends issued it: which of them stopped is not known
+        elif here and all(link.met for link in here):  # which of them stopped is not known
+            out.in_flight += [link.wait for link in here]
         elif ends & absentees:
             out.culprits |= ends & absentees
         elif len(ends) > 1 and ends <= awaited:  # each rank's running op is queued behind another's: a cycle

@@ -268,6 +268,21 @@ class Findings:
                 return name
         return ""
 
+    def other_members(self, stuck: Collection[int]) -> Finding | None:
+        """Return the finding on a group that has other members on some of its ranks, if these are culprits or stuck; else None."""
+        for name, without in self.loaded.without_group.items():
+            group, (plain, at_sign, _) = self.snapshot.groups[name], name.rpartition("@")
+            has, others = set(group.ranks).difference(without), set(self.blame.victims).union(stuck)
+            same = (g for key, g in self.snapshot.groups.items() if at_sign and key.rpartition("@")[0] == plain)
+            theirs = next((g.ranks for g in same if g is not group and not set(without).isdisjoint(g.ranks)), None)
+            if theirs and not has.isdisjoint({*self.blame.culprits, *stuck}):
+                return OTHER_MEMBERS(
+                    culprits=sorted(has) if len(has) < len(without) else (), victims=sorted(others - has), where=self.where(has),
+                    waiting=self.where(sorted(others - has)), group=group.description or plain,
+                    has=sorted(has), members=rank_list(group.ranks), without=without, theirs=rank_list(theirs),
+                )  # fmt: skip
+        return None
+
     # -- operations in flight with no rank missing --------------------------------------------------------------------
 
     def in_flight(self) -> Finding:
@@ -275,12 +290,13 @@ class Findings:
         given_up = [w for w in self.blame.in_flight if self._timed_out(w)]
         wait = (given_up or self.blame.in_flight)[0]
         ranks = sorted({r for w in self.blame.in_flight for r in w.ranks})
+        others = sorted(set(self.blame.victims).difference(ranks)) if given_up else []
         return (TIMED_OUT if given_up else IN_FLIGHT)(
-            victims=ranks,
-            collective=self.ref(wait),
-            waiting=self.where(ranks) if given_up else (),
-            what=self.text(wait),
-        )
+            culprits=ranks if others and not wait.p2p else (), victims=others or ranks, collective=self.ref(wait),
+            where=self.where(ranks) if others else (), waiting=self.where(others or ranks) if given_up else (),
+            what=self.text(wait), ranks=ranks,
+            wait=filled("; {others} {others:waits|wait} for {ranks:it|them}" * bool(others), others=others, ranks=ranks),
+        )  # fmt: skip
 
     def _timed_out(self, w: Wait) -> bool:
         """True if the watchdog timed it out, or the dump or its file was written after the group's timeout."""
@@ -325,6 +341,9 @@ EXTRA = _missing_rank(
 UNMADE = _missing_rank(
     "{culprits} never created group {group}, which {made_by} {made_by:has|have} created and not used yet; "
     "{made_by:it has|they have} not entered {what}, where the others wait", NO_PROGRESS, NEW_GROUP_ADVICE)  # fmt: skip
+OTHER_MEMBERS = Template(kinds.GROUP_MISUSE, "not_a_member",
+    "group {group} consists of {members} on {has}, but of {theirs} on {without}: {has} {has:waits|wait} for a member that never joins",
+    NO_PROGRESS, "give new_group the same list of ranks on all ranks: compute it from values that they all have")  # fmt: skip
 PASSED = _missing_rank(
     "{culprits} {culprits:has|have} not entered {what} but {culprits:is|are} in {own}, which {later} issued after it",
     NO_PROGRESS, "look for a condition, a break or an early return that leads {culprits} past the call{site}: every member "
@@ -336,7 +355,8 @@ CROSSED = _group_cycle("{calls} first: each waits for ranks that run it second",
     "use the groups in the same order on all ranks that share them")  # fmt: skip
 STALL = _stall("{lack}; {waiters} for {culprits:it|them}{waited}{condition}", NO_PROGRESS, "{advice}")
 TIMED_OUT = _stall(
-    "{what} timed out with no rank missing: a link or a device between these ranks stopped", NO_PROGRESS,
+    "{what} timed out with no rank missing: {ranks:the device of|a link or a device between} {ranks} stopped{wait}",
+    NO_PROGRESS,
     "check the network and the GPUs of these ranks: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`, "
     "`distdiag probe pairs`")  # fmt: skip
 IN_FLIGHT = _stall("{what} was in flight with no rank missing: a running job, or a link or device that stopped",

@@ -48,7 +48,7 @@ class Groups:
                 if ranks is None:
                     fitting = [k for k in known if rank in k]
                     ranks = fitting[0] if fitting else self._assumed(name, desc, by_rank)
-                key = plain if len(known) < 2 or ranks not in known else f"{plain}@{ranks[0]}"
+                key = plain if len(known) < 2 or ranks not in known else f"{plain}@{sorted(known).index(ranks)}"
                 for scan in self.scans[rank]:
                     if scan.backend == backend:
                         scan.keys[name] = key
@@ -59,11 +59,11 @@ class Groups:
                         self.report.without_group[key] = without
 
     def _without(self, ranks: tuple[int, ...], backend: str, by_rank: dict[int, Any]) -> tuple[int, ...]:
-        """Return the group's members whose own list of groups has neither its name nor a group with the same members."""
+        """Return the group's members whose own list of groups has no group with the same members, nor its name without members."""
         found = []
         for r in ranks:
             lists = [x.file.groups for x in self.scans.get(r, ()) if x.backend == backend and any(x.file.groups)]
-            if r not in by_rank and lists and not any(own == ranks for x in lists for _, own in x.values()):
+            if by_rank.get(r, ()) not in (None, ranks) and lists and not any(own == ranks for x in lists for _, own in x.values()):
                 found.append(r)
         return tuple(found)
 

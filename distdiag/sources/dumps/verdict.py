@@ -91,6 +91,7 @@ def _judge(
     running = was_running(loaded, blame)
     if not found:
         message = None if running else stuck_messages.unmatched(findings) or stuck_messages.unequal(findings)
+        message = message or (None if running else findings.other_members(graph.stuck))
         if message is not None:
             found.append(message)
         elif loaded.late is not None and not running and _late_first(loaded.late, blame):
@@ -148,7 +149,7 @@ class NoDumps(Exception):
 
 def _state(found: list[Finding]) -> State:
     worst = [f for f in found if f.severity == Severity.ERROR]
-    if any(f.kind in ("deadlock", "mismatch") and not f.collective_completed for f in worst):
+    if any(f.kind in ("deadlock", "mismatch", "group_misuse") and not f.collective_completed for f in worst):
         return State.DEADLOCKED
     if any(f.kind == "stall" for f in worst):
         return State.STALLED
