@@ -105,8 +105,9 @@ def _of_group(found: Collected, group: Group, waits: Waits) -> Finding | None:
         return _different(found, group, waiting, sides, cause)
     others = waits.keys() - waiting.keys()
     late = {r for r in others if seq is not None and (waits[r].issued or seq) < seq}
-    inside = waiting | {r: waits[r] for r in others if waits[r].is_in(seq)}
-    return _late(found, group, inside, {r: waits[r].issued or 0 for r in late})
+    there = {r: waits[r] for r in others if waits[r].is_in(seq)}  # only asked to dump
+    asked = there if 2 * len(there) <= len(waiting) else {}
+    return _late(found, group, waiting if asked else waiting | there, {r: waits[r].issued or 0 for r in late}, asked)
 
 
 def _in_equal_parts(op: str, waiting: Waits) -> bool:
@@ -172,8 +173,13 @@ def _overslept(waiting: Waits) -> str:
     return f"{noticed}: these hosts were suspended, or the watchdogs were stuck"
 
 
-def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int]) -> Finding:
-    """Return the finding on ranks that waited in one call; `late` is what the late ranks have issued."""
+def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int], asked: Collection[int]) -> Finding:
+    """Return the finding on ranks that waited in one call.
+
+    Args:
+        late: What the late ranks have issued.
+        asked: Ranks that had issued it, too, and have only dumped because others timed out.
+    """
     ranks = tuple(sorted(waiting))
     limit_s = next((w.limit_s for w in waiting.values() if w.limit_s), 0.0)
     after = f" after {rough_time(limit_s)}" if limit_s else ""
@@ -188,7 +194,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     start = f"{_op(waiting) or 'collective'}{_number(waiting, group)} {how}{after}: {waited}"
     site = at(next((w.site for w in waiting.values() if w.site is not None), None))
     elsewhere, unknown = _in_gloo(found, waiting)
-    absent = () if late or unknown else _absent(found, group, ranks)
+    absent = () if late or unknown else tuple(asked) or _absent(found, group, ranks)
     everybody = found.world_size is not None and set(range(found.world_size)) <= set(ranks)
     if late:
         who = rank_list(late)
@@ -211,10 +217,10 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
         if bar := next((found.bars[f.path] for w in waiting.values() for f in w.facts if found.bars.get(f.path)), ""):
             return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and a progress bar moved on while they waited, most likely that of {who} ({bar})",
                          meanings.GOES_ON, absent)  # fmt: skip
-        said = last_words(found, absent)
+        said = "; that number was issued there, too: later, or as another call" * bool(asked) + last_words(found, absent)
         saving = meanings.SAVING.format(who=who) if _SAVES.search(said) else ""
         return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{said}",
-                     f"{saving}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time: it did not make the call{site}", absent)  # fmt: skip
+                     f"{saving}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time{'' if asked else ': it did not make the call' + site}", absent)  # fmt: skip
     if everybody or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
         return _all_waited(group, waiting, start, limit_s)
     alone = "what the other ranks did is not in the log"
