@@ -340,9 +340,18 @@ def first_site(facts: Iterable[Fact]) -> Site | None:
     return next((f.site for f in facts if f.site is not None), None)
 
 
-def absent_ranks(found: Collected, waiting: Iterable[int]) -> tuple[int, ...]:
-    """Return the ranks of the job that did not wait, if they are a minority; else empty."""
+def absent_ranks(found: Collected, waiting: Iterable[int], of_all: bool = False) -> tuple[int, ...]:
+    """Return the ranks of the job that did not wait, if they are a minority; else empty.
+
+    Args:
+        of_all: The others wait for all ranks of the job, so these may be a half that lines name.
+    """
     here = set(waiting)
-    known = {*found.ranks, *range(max(here, default=-1) + 1), *range(found.world_size or 0)}
-    absent = known - here
-    return tuple(sorted(absent)) if len(absent) * 2 <= len(here) else ()
+    absent = known_ranks(found, here) - here
+    few = len(absent) * (1 if of_all and absent <= found.ranks else 2) <= len(here)
+    return tuple(sorted(absent)) if few else ()
+
+
+def known_ranks(found: Collected, waiting: Collection[int]) -> set[int]:
+    """Return all ranks that the job has, as far as the log shows it."""
+    return {*found.ranks, *range(max(waiting, default=-1) + 1), *range(found.world_size or 0)}

@@ -17,10 +17,11 @@ from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import MESSAGES
 from distdiag.sources.logs.writers import Writer, apart
-from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
+from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
 
 STOPPED_S = 600.0  # no process of a step that Slurm cancelled writes so long after (KillWait is 30 s)
 MAX_DIGITS = 7  # of a rank or a size that is read
+_NODE = bounded(r"'(?P<host>[\w.-]{1,253})': \[(?P<ranks>[\d, ]{1,900})\]")
 _OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
 Of = Mapping[str, str]  # the fields of a line
 _K = TypeVar("_K")
@@ -118,6 +119,13 @@ class Learned:
     def first_rank(self, of: Of, line: Line) -> None:
         first, launcher = _int(of["node"]) * _int(of.get("local", "1")), (line.path, line.who.label)
         _put(self.found.first_rank, launcher, first if self.found.first_rank.get(launcher, first) == first else -1)
+
+    def node_ranks(self, of: Of, line: Line) -> None:
+        for m in _NODE.finditer(of["nodes"]):
+            ranks = set(filter(is_rank, numbers(m["ranks"])))
+            self.found.ranks |= ranks
+            if len(self.found.on_host) < MAX_WRITERS:
+                self.found.on_host.setdefault(m["host"], set()).update(ranks)
 
     def gpus(self, of: Of, line: Line) -> None:
         self.found.gpus = int(of["n"])

@@ -12,7 +12,7 @@ from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of
 from distdiag.sources.logs.facts import Collected
-from distdiag.sources.logs.join import absent_ranks, first_site
+from distdiag.sources.logs.join import absent_ranks, first_site, known_ranks
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.waiting import Group, Waits, gathers, groups_of, label
 from distdiag.terms import operations
@@ -124,7 +124,7 @@ def _absent(found: Collected, group: Group, waiting: Collection[int]) -> tuple[i
         return ()
     if number not in ("", "0") and not description and len(waiting) < 3:
         return ()
-    return absent_ranks(found, waiting)
+    return absent_ranks(found, waiting, of_all=description == "default_pg")
 
 
 def _timed_out(
@@ -195,7 +195,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     site = at(next((w.site for w in waiting.values() if w.site is not None), None))
     elsewhere, unknown = _in_gloo(found, waiting)
     absent = () if late or unknown else tuple(asked) or _absent(found, group, ranks)
-    everybody = found.world_size is not None and set(range(found.world_size)) <= set(ranks)
+    everybody = known_ranks(found, ranks) <= set(ranks)
     if late:
         who = rank_list(late)
         return _timed_out(group, waiting, f"{start}, and {who} had issued only #{min(late.values()):,}{last_words(found, late)}",
@@ -221,15 +221,15 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
         saving = meanings.SAVING.format(who=who) if _SAVES.search(said) else ""
         return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{said}",
                      f"{saving}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time{'' if asked else ': it did not make the call' + site}", absent)  # fmt: skip
-    if everybody or (len(ranks) > 1 and ranks == tuple(range(len(ranks)))):
-        return _all_waited(group, waiting, start, limit_s)
+    if len(ranks) > 1 and (everybody or ranks == tuple(range(len(ranks)))):
+        return _all_waited(group, waiting, start, limit_s, everybody)
     alone = "what the other ranks did is not in the log"
     others = alone if len(ranks) < 2 else "the others' logs are needed to see who was missing"
     return _timed_out(group, waiting, f"{start}; {others}", f"give the logs of all ranks, or {DUMPS}")
 
 
-def _all_waited(group: Group, waiting: Waits, start: str, limit_s: float) -> Finding:
-    """Return the finding on ranks that all waited in one call."""
+def _all_waited(group: Group, waiting: Waits, start: str, limit_s: float, everybody: bool) -> Finding:
+    """Return the finding on ranks that all waited in one call; of a group, these may be all or not."""
     seq = _seq(waiting)
     if 0 < limit_s < SHORT_S:
         return _timed_out(group, waiting, f"{start}: that limit is too short to show that anything is wrong",
@@ -245,7 +245,7 @@ def _all_waited(group: Group, waiting: Waits, start: str, limit_s: float) -> Fin
         if same
         else "check that all ranks made the same call there, then"
     )
-    return _timed_out(group, waiting, f"{start}{equal}. No other rank is known from the log",
+    return _timed_out(group, waiting, f"{start}{equal}. No other rank {'' if everybody else 'of that group '}is known from the log",
                  f"{first} the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`; for the next time, the stacks of all ranks while they hang (`py-spy dump --pid PID`), and {DUMPS}",
                  kind="stall/unknown")  # fmt: skip
 
