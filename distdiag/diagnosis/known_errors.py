@@ -147,7 +147,7 @@ ROWS = (
     Known(bounded(r"No such file or directory: .{1,300} -> "), "the first path was gone, or the second one's directory does not exist: where ranks or nodes share a folder, most often another rank renamed it first, so let one rank rename it (`save_on_each_node` and the like are for local disks only), while the others wait at a barrier"),
     Known(bounded(r"No such file or directory"), "check that this path exists on that node: a mount that is missing there, or data that is not copied to all nodes"),
     Known(bounded(r"STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"), "most often the GPU's memory is full: lower the batch or sequence length; other processes on that GPU: `nvidia-smi`"),
-    Known(bounded(r"undefined symbol|GLIBC|no kernel image"), "that library was built for another version of torch, CUDA, the GPU or the system: install the one that fits, on all nodes"),
+    Known(bounded(r"undefined symbol|GLIBC|no kernel image|invalid device function"), "that library was built for another version of torch, CUDA, the GPU or the system: install the one that fits, on all nodes"),
     Known(bounded(r"NVLink"), "it is the hardware: see `dmesg -T | grep -i xid` and `nvidia-smi nvlink -e` on that host, and take the node out"),
     Known(bounded(r"device-side assert"), "most often an index out of range (labels, embeddings): check the inputs of that step, and run once with CUDA_LAUNCH_BLOCKING=1"),
     Known(bounded(r"\b(?:NaN|nan|Inf)\b|not finite"), "the numbers diverged on that rank: look at its batch and the loss before, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, test that GPU"),

@@ -36,9 +36,11 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_system(r, reported)
         _of_rerun(r, found)
     reasons = [r for r in reasons if not _is_part(r, reasons)]
-    reasons = _of_devices(_without_repeats(_of_one_remedy(_of_thread(_of_worker(reasons)))))
+    reasons = _of_devices(_of_one_limit(_without_repeats(_of_one_remedy(_of_thread(_of_worker(reasons))))))
     for r in reasons:
         _of_port(r, found)
+        if r.facts[0].name == "nccl_host" and (limits := found.named("locked_memory")):
+            r.after += f"; UCX reports the limit of locked memory there: {limits[0].fields['what']}"
         _of_module(r, found.named("port_module"))
     return reasons
 
@@ -153,6 +155,18 @@ def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
             first.text, first.facts = same[0].text, same[0].facts
         reasons = [q for q in reasons if q is not second]
     return reasons
+
+
+def _of_one_limit(reasons: list[Reason]) -> list[Reason]:
+    """Return the reasons; calls of NCCL that failed on one host, with one remedy, are one."""
+    first: dict[object, Reason] = {}
+    for r in reasons:
+        own = r.facts[0].name == "nccl_host" and len(r.hosts) == 1
+        same = first.setdefault((r.advice, *r.hosts) if own else id(r), r)
+        if same is not r:
+            same.ranks, same.sites, same.facts = same.ranks | r.ranks, r.sites | same.sites, same.facts + r.facts
+            same.unnamed = [*dict.fromkeys((*same.unnamed, *r.unnamed))]
+    return [*first.values()]
 
 
 def _without_repeats(reasons: list[Reason]) -> list[Reason]:

@@ -274,9 +274,11 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if serves:
         r.ranks, r.inferred = {0}, True
     awaited = {f.number("awaited") for f in waited.values() if "group" not in f.fields} - {None}
-    nameless = not (r.ranks or r.unnamed) and len(r.facts) == 1 and r.meaning.cause == "crashed"
-    if nameless and len(awaited) == 1 and awaited == {*absent_ranks(found, waited)}:  # and it alone did not wait
-        r.ranks, r.inferred, r.guessed = {q for q in awaited if q is not None}, True, True
+    absent, kind = {*absent_ranks(found, waited)}, r.meaning
+    device = kind.kind == "gpu" and all(f.message.of_process and not f.message.of_node for f in r.facts)
+    nameless = not (r.ranks or r.unnamed) and (device or (len(r.facts) == 1 and kind.cause == "crashed"))
+    if nameless and len(absent) == 1 and (awaited == absent or (device and not awaited)):  # and it alone did not wait
+        r.ranks, r.inferred, r.guessed = absent, True, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     by_name = {int(m[1]) for name in r.unnamed if (m := _TP_WORKER.match(name))} if not found.ranks else set[int]()
     of_line = bool(r.facts) and bool(r.facts[0].message.about)

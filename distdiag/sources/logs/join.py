@@ -182,6 +182,10 @@ def _of_announced(found: Collected, f: Fact) -> None:
         f.fields["launched"] = ""
         if found.tasks == f.number("joined") and not found.per_node:
             f.fields["launched"] = f", and Slurm was asked for {found.tasks} tasks, which are one rank each"
+    came = {(fact.path, fact.who.process or fact.who.label) for fact in found.named("clients")}
+    names = (item for item in found.unreached.items() if item[0] not in came and item[1].startswith("the name"))
+    for (path, who), why in itertools.islice(names, 1):
+        f.fields["unresolved"] = f"on {who or path.name}, {why}"
 
 
 def _of_one_host(found: Collected, name: str) -> None:

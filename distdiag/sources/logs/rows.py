@@ -85,6 +85,7 @@ _OWN_NAME = "{there} own host name must lead to an address that the others reach
 _ENDED = "{first}see how that process ended: its log, exit code, `dmesg -T` for oom-kill or Xid; if it is alive, the network: interface (NCCL_SOCKET_IFNAME), firewall, MTU"
 _RDMA = remedy("ibv_modify_qp failed", _ENDED)
 _STARTED = "see whether all nodes have started (squeue, kubectl get pods), with one MASTER_ADDR, MASTER_PORT and world size, and whether they reach that port"
+_RESOLVE = "correct that name or address there: all nodes need the same MASTER_ADDR (--master-addr, --rdzv-endpoint), which `getent hosts NAME` resolves on each; a temporary failure (-3) is the DNS of that host or pod (/etc/resolv.conf, CoreDNS); on Kubernetes, look at the master's headless service, too"
 _ONE_NCCL = "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION); see that no process of another job uses the same MASTER_ADDR and MASTER_PORT"
 _ONE_JAX = "install jax, jaxlib and the plugin in the same versions there as on the other hosts (`pip list | grep -i jax`, one image for all), and compare `nvidia-smi` there: that process did not find its accelerator"
 _JOIN_JAX = "see whether all processes that num_processes counts were started, with one coordinator_address that every host reaches (localhost means each host itself), then read the logs of those that did not come"
@@ -164,8 +165,7 @@ START_ROWS = (
     Row("not_scheduled", _LOST, "the job waits for resources, and the log shows no rank that ran: {what}",
         "see with `ray status` what the cluster has, and which trial, job or actor holds it: free that, or ask for no more (num_workers, resources_per_worker)"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {why}{masters}",
-        "correct that name or address there: all nodes need the same MASTER_ADDR (--master-addr, --rdzv-endpoint), which `getent hosts {peer}` resolves; on Kubernetes, look at the master's headless service",
-        when=lambda facts: facts[0].fields.get("why", "").startswith("the name"), subject="a node"),
+        _RESOLVE, when=lambda facts: facts[0].fields.get("why", "").startswith("the name"), subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: {option} is {peer}, which means each of the {of_nodes} nodes itself",
         "give {option} (MASTER_ADDR) on all nodes the address or name of the first node, by which the others reach it", when=lambda facts: {"of_nodes", "option"} <= facts[0].fields.keys(), subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: the first of {of_nodes} nodes was named {peer}, which means each node itself",
@@ -185,6 +185,8 @@ START_ROWS = (
         when=lambda facts: facts[0].fields["peer"] in HERE, subject="a node"),
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
         "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`", subject="a node"),
+    Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: {unresolved}", _RESOLVE,
+        ("{culprits} had not joined{after}{at}: {unresolved}", _RESOLVE), when=lambda facts: "unresolved" in facts[0].fields, blames=blamed.absent_clients),
     Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}", _STARTED,
         ("{culprits} had not joined{after}{at}: the {joined} of {expected} ranks that had are those that announced themselves in the log{launched}",
          "start as many processes as the job expects: with Slurm, --ntasks-per-node as large as the GPUs (devices) of a node, or one task a node with a launcher that starts its ranks (torchrun); else " + _STARTED),
@@ -198,7 +200,7 @@ START_ROWS = (
         ("{culprits} did not reach init_process_group or new_group in time{at}: {joined} of {expected} ranks had joined",
          "read the log of {culprits}: whether it has started, failed before that call, or is still busy; all ranks must make every new_group call"), blames=blamed.absent_at_barrier),
     Row("name", _LOST, "{who} could not resolve a host name{at}: the job's first node, or its name, does not exist (yet)",
-        "check MASTER_ADDR (--rdzv-endpoint) with `getent hosts NAME` on that node; on Kubernetes, that the master's pod runs and its headless service exists", subject="a node"),
+        _RESOLVE, subject="a node"),
     Row("full_mesh loopback", _LOST, "gloo on {who} could not connect to every other rank: {loops} cannot resolve its own host name, so gloo listens there on the loopback address, which no other host reaches",
         "set GLOO_SOCKET_IFNAME on all nodes to the interface that they share, in the environment of the processes themselves (with Ray: before `ray start`); or give that host its own name and address (/etc/hosts): `getent hosts $(hostname)`",
         when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, blames=blamed.of_failed, subject="a node", more=lambda facts: {"loops": some([_where(f) for f in facts if f.name == "loopback"])}),

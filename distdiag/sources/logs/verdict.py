@@ -99,7 +99,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
             if (rank := rank_of(*key)) is not None and (clean := later.PREFIX.sub("", text).strip()):
                 of_rank.setdefault(rank, clean)
     ended_well = {path for path, scope in ends.well if scope != "server"}
-    found.well = {path: line for (path, scope), line in ends.well.items() if scope in ("job", "file")}
+    found.well = {path: line for (path, scope), line in ends.well.items() if scope in ("job", "file", "agent")}
     failed = {f.path for f in found.facts}
     found.well |= {path: line for path, (line, _) in ends.over.items() if line and path not in failed}
     errors = (item for item in ends.errors.items() if item[0] not in ended_well)
@@ -433,7 +433,8 @@ def _in_short(f: Fact) -> str:
     if known is None and who == nobody:
         return f"line {f.line:,}{_of_file(f)} has `{shortened(f.text.strip(), 120)}`"
     what = failures.text_of(f, known) if known else f"printed `{shortened(f.text.strip(), 120)}`"
-    return f"{who} {what} on line {f.line:,}{_of_file(f)}"
+    of_line = f"line {f.line:,}{_of_file(f)}"
+    return f"{of_line} says that {who} {what}" if who == nobody else f"{who} {what} on {of_line}"
 
 
 def _of_file(f: Fact) -> str:

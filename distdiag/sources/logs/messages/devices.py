@@ -41,6 +41,8 @@ MESSAGES = (
        ("MULTI BIT ECC", r"(?P<what>HBM MULTI BIT ECC ERROR)"),
        ("UCE ERROR", r"\b(?P<what>UCE ERROR)\b"),
        meaning=Meaning("gpu", "lost", "had a fatal error of its device: {what} {why}", _DEVICE), of_process=True),
+    message("npu_ecc", C, ("ulti-bit ECC error", r"(?i:\bHBM multi-bit ECC error)"),
+       meaning=Meaning("gpu", "ecc", "had an uncorrectable memory error (HBM, multi-bit ECC) of its NPU", "it is the hardware: take the node out, and reset or replace that NPU; `npu-smi info -t ecc -i ID`"), own=True, of_process=True),
     message("gpu_init", C, ("RmInitAdapter failed", r"NVRM: GPU (?P<pci>[\w:.]+): RmInitAdapter failed"),
        meaning=Meaning("gpu", "lost", "has a GPU that its driver could not start, at PCI {pci}", "it is the hardware or the driver: see `dmesg -T | grep NVRM`, take the node out, reset the GPU or reboot"), own=True, of_node=True),
     message("sxid", C, ("SXid (PCI:", r"SXid \(PCI:(?P<pci>[\w:.]+)\): (?P<xid>\d+), Fatal, (?P<text>.{1,80})"),

@@ -14,6 +14,7 @@ MESSAGES = (
     message("straggler_report", F, ("MxRtt/Rnk: ", r"MnRtt/Rnk: (?P<least_ms>\d{1,9}(?:\.\d{1,6})?)ms/\d+ \| MxRtt/Rnk: (?P<most_ms>\d{1,9}(?:\.\d{1,6})?)ms/(?P<r>\d{1,7})\b(?:.{0,200}?MxTmp/Rnk: (?P<temperature>\d{1,3}(?:\.\d{1,3})?)C/(?P<hot>\d{1,7}))?(?:.{0,200}?MnClk/Rnk: (?P<clock>\d{1,6}(?:\.\d{1,3})?)MHz/(?P<low>\d{1,7}) \| MxClk/Rnk: (?P<clocks>\d{1,6}))?.{0,200}?MnEtpt/Rnk: \d{1,9}(?:\.\d{1,6})?TF/(?P<least>\d{1,7})"), series=True),
     message("nccl_rank", F, (" in world size ", r"\brank (?P<r>\d+) in world size (?P<world>\d+)"),
        ("world_size=", r"\brank=(?P<r>\d+)\b,? world_size=(?P<world>\d+)"),
+       (" nRanks ", r"\brank (?P<r>\d+) nRanks (?P<world>\d+)"),
        (" nranks ", r"\brank (?P<r>\d+) nranks (?P<world>\d+)(?:.{0,60}?\bbusId (?P<bus>[\da-f]{1,12})\b)?")),
     message("nccl_runs", F, ("NCCL version ", r"(?:^|NCCL INFO |[\])>|:] ?)NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})")),
     message("nccl_setting", F, (" set by environment to ", r"NCCL INFO (?P<key>NCCL_(?:PROTO|ALGO|NTHREADS|\w+NCHANNELS|\w*BUFFSIZE)) set by environment to (?P<value>[^\s.]{1,80})")),
