@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
+HEAD_BYTES = 1 << 12  # a file of stacks begins with them; a log may have some anywhere
 MOST_STDIN = 4 << 30  # bytes; it is copied into the temporary directory
 _STDIN = {"-", "/dev/stdin"}
 _ARCHIVE = re.compile(r"\.(?:zip|tar(?:\.\w{1,4})?|t(?:gz|bz2?|xz|zst))$")
@@ -52,7 +53,16 @@ def _of_files(targets: tuple[str, ...]) -> Report:
         if (report is None or not report.findings) and (stacks := diagnose_stacks(targets)) is not None:
             return stacks
         if report is not None:
-            return report
+            stacks = diagnose_stacks(targets, within=HEAD_BYTES)
+            notes = (
+                [
+                    f"the stacks given with the log show, by their own numbers: {f.message}; do: {f.advice}"
+                    for f in stacks.findings
+                ]
+                if stacks
+                else []
+            )
+            return msgspec.structs.replace(report, notes=(*notes, *report.notes))
         raise _nothing_to_read(others, e.report.bad) from e
     in_logs = diagnose_logs(targets, logs)
     if in_logs is None:

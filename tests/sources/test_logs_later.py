@@ -356,3 +356,9 @@ def test_of_a_job_that_ended_well_no_lines_like_errors_are_shown(tmp_path: Path,
     assert words in notes
     assert not any("sendBytes" in note for note in notes)
     assert any("sendBytes" in note for note in diagnose(tmp_path, text.replace(done, "x")).notes)
+
+
+def test_torchruns_agent_says_that_its_ranks_ended_well(tmp_path: Path) -> None:
+    end = "I614 09:44:50.0 711 torch/distributed/elastic/agent/server/api.py:879] [default] worker group successfully finished. Waiting 300 seconds for other agents to finish.\n"
+    report = diagnose(tmp_path, "[rank0] step 900 loss 1.4 world 4\n" + end)
+    assert report.findings == () and any("line 2 of" in n and "ended well" in n for n in report.notes)

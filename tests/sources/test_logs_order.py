@@ -98,7 +98,10 @@ def test_a_rank_that_was_asked_to_dump_has_not_timed_out(tmp_path: Path) -> None
     assert f.victims == (0, 1)  # it is in that collective, too
     text = "".join(timeout(r, 22) + counters(r, 22, 24, 21) for r in (0, 2, 3)) + signal(1, 22, 21, first=3)
     f = only(diagnose(tmp_path, text))  # the others are many, and it came later than they: what it says is no timeout
-    assert about(f) == ("timeout", "late_rank", (1,), (0, 2, 3)) and "ranks 0, 2, 3 waited in it; rank 1 reported no" in f.message
+    assert (
+        about(f) == ("timeout", "late_rank", (1,), (0, 2, 3))
+        and "ranks 0, 2, 3 waited in it; rank 1 reported no" in f.message
+    )
     assert "issued there, too" in f.message and "did not make" not in f.advice
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distdiag.sources.logs.verdict import diagnose_logs
-from tests.sources.test_logs import diagnose, only, raised, timeout
+from tests.sources.test_logs import counters, diagnose, only, raised, timeout
 
 REMOTE = "torch.distributed.DistBackendError: NCCL error in: U.hpp:8, remote process exited or there was a network error, NCCL version 2.21.5"
 SYSTEM = "torch.distributed.DistBackendError: NCCL error in: U.hpp:8, unhandled system error, NCCL version 2.21.5"
@@ -27,6 +27,91 @@ ABORT = (
     + STACK
 )
 ENDED = "=   RANK {} PID {} RUNNING AT {}\n=   KILLED BY SIGNAL: 9 (Killed)\n"
+
+
+def _waits(*ranks: int, at: str = "E410 09:20:00.5") -> str:
+    return "".join(timeout(r).replace("[E Process", f"[{at} Process", 1) for r in ranks)
+
+
+BUILT = (
+    "(W pid={pid}, ip=10.7.0.3) /tmp/t7/k.c:4:10: fatal error: Python.h: No such file or directory\n"
+    "(W pid={pid}, ip=10.7.0.3) ERROR 04-10 09:01:00 [w.py:9] Traceback (most recent call last):\n"
+    '(W pid={pid}, ip=10.7.0.3) ERROR 04-10 09:01:00 [w.py:9]   File "/w/build.py", line 50, in _build\n'
+    "(W pid={pid}, ip=10.7.0.3) ERROR 04-10 09:01:00 [w.py:9] subprocess.CalledProcessError: Command '['/usr/bin/gcc', '/tmp/t7/k.c', '-O3']' returned non-zero exit status 1.\n"
+)
+IN_WORLD = "(W pid=71, ip=10.7.0.3) INFO [p.py:8] rank 2 in world size 3 is assigned as TP rank 2\n"
+
+
+@pytest.mark.parametrize("ray", [True, False])
+def test_a_compiler_that_failed_comes_before_the_timeouts_of_the_others(tmp_path: Path, ray: bool) -> None:
+    """The exit code is the compiler's, not that of a process of the job."""
+    built = BUILT.format(pid=71)
+    text = IN_WORLD + built + _waits(0, 1) if ray else built.replace("(W pid=71, ip=10.7.0.3) ", "")
+    f = only(diagnose(tmp_path, text))
+    assert (f.kind, f.cause, f.culprits) == ("rank_lost", "crashed", (2,) if ray else ())
+    assert "could not compile: Python.h: No such file" in f.message and "python3-dev" in f.advice
+    assert "exit code" not in f.message and ("on 10.7.0.3" in f.message) is ray
+
+
+NPU_ECC = "[W410 08:50:00.1 d.ts:1] Warning: NPU warning, error code is 507054[Error]:\n[Error]: An HBM multi-bit ECC error occurs.\nEE9999: [PID: 61] The error from device(chipId:2, dieId:0)\n    rtX execute failed, reason=[hbm Multi-bit ECC error]\n"
+
+
+@pytest.mark.parametrize("silent", [(2,), (2, 3), ()])
+def test_a_memory_error_of_an_npu_is_most_likely_of_the_one_rank_that_is_silent(
+    tmp_path: Path, silent: tuple[int, ...]
+) -> None:
+    steps = "".join(f"[rank{r}] started\n" for r in range(5))
+    f = only(diagnose(tmp_path, steps + NPU_ECC + _waits(*(r for r in range(5) if r not in silent))))
+    assert (f.kind, f.cause, f.culprits) == ("gpu", "ecc", silent if len(silent) == 1 else ())
+    assert f.certainty == "suspected" and ("probably rank 2" in f.message) is (len(silent) == 1)
+
+
+def test_one_limit_of_a_host_is_one_finding(tmp_path: Path) -> None:
+    warns = "".join(
+        f"[1,{r}]<stdout>:k7:{90 + r}:95 [{r}] misc/ibvwrap.cc:9 NCCL WARN Call to {call} failed with error Cannot allocate memory\n"
+        for r, call in ((4, "ibv_create_cq"), (5, "ibv_reg_mr_iova2"))
+    )
+    ucx = "[1,4]<stderr>:[1.8] [k7:94:0] ib_md.c:296 UCX  WARN  ibv_reg_mr(address=0x7f) failed: Cannot allocate memory : Please set max locked memory (ulimit -l) to 'unlimited' (current: 32 kbytes)\n"
+    f = only(diagnose(tmp_path, warns + ucx + LOSES))
+    assert f.culprits == (4, 5) and f.victims == (0, 1, 2) and "current: 32 kbytes" in f.message
+
+
+NO_NAME = '{{"ts": "2031-04-10T08:0{n}:20Z", "level": "warning", "pod": "fit-w-{pod}", "msg": "[W410 08:01:20.5 socket.cpp:767] [c10d] The IPv6 network addresses of (fit-m-0, 29500) cannot be retrieved (gai error: {why})."}}\n'
+JOINED = '{{"ts": "2031-04-10T08:16:00Z", "level": "error", "pod": "fit-w-0", "rank": {r}, "msg": "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 2/4 clients joined."}}\n'
+
+
+def test_ranks_that_did_not_join_may_not_resolve_the_name_of_the_first_node(tmp_path: Path) -> None:
+    """A node that came had no IPv6 address of it, which is harmless."""
+    came = NO_NAME.format(n=0, pod=0, why="-2 - Name or service not known") + "".join(
+        JOINED.format(r=r) for r in (0, 1)
+    )
+    (tmp_path / "w-0.jsonl").write_text(came)
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and "resolve" not in only(report).message
+    lost = "".join(NO_NAME.format(n=n, pod=1, why="-3 - Temporary failure in name resolution") for n in range(5))
+    (tmp_path / "w-1.jsonl").write_text(lost)
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and (f := only(report)).culprits == (2, 3)
+    assert "on fit-w-1, the name fit-m-0 does not resolve (-3" in f.message and "CoreDNS" in f.advice
+
+
+@pytest.mark.parametrize(("group", "culprits"), [("PG ID 0 PG GUID 0(default_pg)", (2, 3)), ("PG ID 2 PG GUID 5", ())])
+def test_a_half_that_the_log_names_is_silent_only_where_all_ranks_are_members(
+    tmp_path: Path, group: str, culprits: tuple[int, ...]
+) -> None:
+    nodes = (
+        "n-b: [launch.py:175:main] global_rank_mapping=defaultdict(<class 'list'>, {'n-a': [0, 1], 'n-b': [2, 3]})\n"
+    )
+    f = only(diagnose(tmp_path, nodes + "".join(timeout(r) + counters(r, 40, 40, 39, group) for r in (0, 1))))
+    assert f.culprits == culprits and "No other rank is known" not in f.message
+
+
+def test_a_late_rank_that_compiles_has_its_own_advice(tmp_path: Path) -> None:
+    tuned = (
+        "[rank2]:SingleProcess AUTOTUNE benchmarking takes 18.4 seconds and 37.7 seconds precompiling for 20 choices\n"
+    )
+    f = only(diagnose(tmp_path, tuned + _waits(0, 1, 3) + tuned))
+    assert f.culprits == (2,) and f.advice.startswith("if rank 2 was still compiling")
 
 
 @pytest.mark.parametrize("text", [LOSES + WARNS + raised(3, SYSTEM) + OWN, WARNS + raised(3, SYSTEM) + OWN + LOSES])

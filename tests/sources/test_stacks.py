@@ -597,3 +597,18 @@ def test_many_threads_may_read_first_stacks_at_once() -> None:
     for _ in range(3):  # the parser's types are read at their first use in a process: that crashed it in 9 of 10 times
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_stacks_that_are_given_with_a_log_are_a_note(tmp_path: Path) -> None:
+    """The log shows who waited, the stacks what the others did; a stack inside a log is a part of it."""
+    lock = 'Thread 1 (idle): "MainThread"\n    wait (torch/utils/file_baton.py:49)\n    load (torch/utils/cpp_extension.py:1380)\n    main (tune.py:44)\n'
+    (tmp_path / "there.txt").write_text(
+        "".join(f"Process {n}: python tune.py --local_rank={n - 9}\n{lock}\n" for n in (9, 10))
+    )
+    log = tmp_path / "job.log"
+    log.write_text(
+        "[rank0]: Traceback (most recent call last):\n[rank0]:   File \"tune.py\", line 3, in main\n[rank0]: KeyError: 'x'\n"
+    )
+    both = distdiag("diagnose", str(tmp_path)).stdout
+    assert "KeyError" in both and "the stacks given with the log show" in both and "lock file" in " ".join(both.split())
+    assert "the stacks given" not in distdiag("diagnose", str(log)).stdout

@@ -156,7 +156,9 @@ class Learned:
             self.found.masters.setdefault(line.who.label or line.path.name, {}).update(of)
 
     def no_name(self, of: Of, line: Line) -> None:
-        self.found.unreached[line.path, line.who.process or line.who.label] = f"the name {of['peer']} does not resolve ({of['why']})"
+        self.found.unreached[line.path, line.who.process or line.who.label] = (
+            f"the name {of['peer']} does not resolve ({of['why']})"
+        )
 
     def no_answer(self, of: Of, line: Line) -> None:
         self.found.unreached[line.path, line.who.process or line.who.label] = of["why"].lower()

@@ -85,6 +85,10 @@ SAVING = (
     "if {who} was still saving: give the group a longer timeout (init_process_group), or let each rank save its own part, asynchronously or to "
     "faster storage; else "
 )
+COMPILING = (
+    "if {who} was still compiling: most likely its inputs had another shape than before (TORCH_LOGS=recompiles names it): pad them to a few sizes or "
+    "mark that dimension as dynamic (torch._dynamo.mark_dynamic), and warm up all ranks before the first collective; else "
+)
 SHARED_PORT = (
     "a port has one listener: if some of these processes are on one host, start one launcher for each node, not for each GPU (srun: "
     "--ntasks-per-node=1); else " + TAKEN_PORT

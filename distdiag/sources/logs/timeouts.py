@@ -35,7 +35,14 @@ PATH = (
     "firewall, `dmesg -T | grep -i xid`"
 )
 
-_SAVES = bounded(r"(?i:\b(?:sav(?:e|ing)|checkpoint|upload)|safetensors\b|\.(?:pt|ckpt|distcp)\b)")
+# what the last line of a late rank shows of its work
+_DID = (
+    (bounded(r"(?i:\b(?:sav(?:e|ing)|checkpoint|upload)|safetensors\b|\.(?:pt|ckpt|distcp)\b)"), meanings.SAVING),
+    (
+        bounded(r"AUTOTUNE\b|torch[._/]_?(?:dynamo|inductor)\b|\b[Rr]?[Ee]?[Cc]ompil(?:ing|ation|e limit)"),
+        meanings.COMPILING,
+    ),
+)
 
 
 def findings(found: Collected) -> list[Finding]:
@@ -64,9 +71,14 @@ def _chain(found: Collected, by_group: Mapping[Group, Waits]) -> Finding | None:
             texts.append(
                 f"{rank_list(ranks)} in {_op(waits) or 'a collective'} ({label(group)}), without {rank_list(sorted(missing[group]))}"
             )
-    who = rank_list(late)
-    return _timed_out(("", ""), waiting, f"{who} reported no timeout, and may be what the others wait for: {'; '.join(texts[:3])}{last_words(found, late)}",
-                 f"read the log of {who}, and see its GPU and host; take {verb(late, 'its', 'their')} stack the next time: it did not make the call", late)  # fmt: skip
+    who, said = rank_list(late), last_words(found, late)
+    return _timed_out(("", ""), waiting, f"{who} reported no timeout, and may be what the others wait for: {'; '.join(texts[:3])}{said}",
+                 f"{_of_work(said, who)}read the log of {who}, and see its GPU and host; take {verb(late, 'its', 'their')} stack the next time: it did not make the call", late)  # fmt: skip
+
+
+def _of_work(said: str, who: str) -> str:
+    """Return what to do about the work that the last line of a late rank shows; empty if it shows none."""
+    return next((advice.format(who=who) for regex, advice in _DID if regex.search(said)), "")
 
 
 def _missing(group: Group, waits: Waits) -> set[int]:
@@ -217,10 +229,11 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
         if bar := next((found.bars[f.path] for w in waiting.values() for f in w.facts if found.bars.get(f.path)), ""):
             return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and a progress bar moved on while they waited, most likely that of {who} ({bar})",
                          meanings.GOES_ON, absent)  # fmt: skip
-        said = "; that number was issued there, too: later, or as another call" * bool(asked) + last_words(found, absent)
-        saving = meanings.SAVING.format(who=who) if _SAVES.search(said) else ""
+        said = "; that number was issued there, too: later, or as another call" * bool(asked) + last_words(
+            found, absent
+        )
         return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{said}",
-                     f"{saving}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time{'' if asked else ': it did not make the call' + site}", absent)  # fmt: skip
+                     f"{_of_work(said, who)}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time{'' if asked else ': it did not make the call' + site}", absent)  # fmt: skip
     if len(ranks) > 1 and (everybody or ranks == tuple(range(len(ranks)))):
         return _all_waited(group, waiting, start, limit_s, everybody)
     alone = "what the other ranks did is not in the log"

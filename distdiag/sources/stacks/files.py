@@ -29,15 +29,18 @@ _NO_SOURCE = "no source file that a stack names is opened, so no condition is sh
 _MORE = "ranks are numbered in the order of their stacks: the files name none"
 
 
-def diagnose_stacks(targets: Sequence[str]) -> Report | None:
+def diagnose_stacks(targets: Sequence[str], within: int = MAX_BYTES) -> Report | None:
     """Return the verdict on the stacks in these files; None if no file has any.
+
+    Args:
+        within: A file counts if its first stack begins within so many bytes.
 
     Raises:
         DistdiagError: the files together exceed the limits.
     """
     candidates = (p for p, named in find(map(Path, targets)) if named or p.suffix in _TEXTS or likely(p))
     files = guard.matching(
-        itertools.islice(candidates, MAX_FILES), lambda path: _STACK.search(guard.head(path, MAX_BYTES)) is not None
+        itertools.islice(candidates, MAX_FILES), lambda path: _STACK.search(guard.head(path, within)) is not None
     )
     if not files:
         return None
