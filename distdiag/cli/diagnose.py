@@ -54,14 +54,8 @@ def _of_files(targets: tuple[str, ...]) -> Report:
             return stacks
         if report is not None:
             stacks = diagnose_stacks(targets, within=HEAD_BYTES)
-            notes = (
-                [
-                    f"the stacks given with the log show, by their own numbers: {f.message}; do: {f.advice}"
-                    for f in stacks.findings
-                ]
-                if stacks
-                else []
-            )
+            seen = [f"{f.message}; do: {f.advice}" for f in (stacks.findings if stacks else ())]
+            notes = [f"the stacks given with the log show, by their own numbers: {text}" for text in seen]
             return msgspec.structs.replace(report, notes=(*notes, *report.notes))
         raise _nothing_to_read(others, e.report.bad) from e
     in_logs = diagnose_logs(targets, logs)

@@ -163,6 +163,8 @@ def test_a_collective_that_all_devices_have_begun_is_no_cycle(tmp_path: Path) ->
         f = only(diagnose(tmp_path / f"{queued}", job))
         assert summary(f) == ("stall", "unknown", (1, 3)) and f.victims == (0, 2)
         assert "reduce_scatter #21 (dp 4, 4.0 KiB) timed out with no rank missing" in f.message
+        early = only(diagnose(tmp_path / f"{queued}, early", job, after_s=120.0))
+        assert "has not completed with no rank missing" in early.message and early.culprits == (1, 3)
         assert "between ranks 1, 3" in f.message and "ranks 0, 2 wait for them" in f.message
 
 

@@ -285,16 +285,18 @@ class Findings:
 
     # -- operations in flight with no rank missing --------------------------------------------------------------------
 
-    def in_flight(self) -> Finding:
+    def in_flight(self, running: bool) -> Finding:
         """Return the finding on operations that all ranks have issued and none has completed."""
         given_up = [w for w in self.blame.in_flight if self._timed_out(w)]
         wait = (given_up or self.blame.in_flight)[0]
         ranks = sorted({r for w in self.blame.in_flight for r in w.ranks})
-        others = sorted(set(self.blame.victims).difference(ranks)) if given_up else []
-        return (TIMED_OUT if given_up else IN_FLIGHT)(
+        others = sorted(set(self.blame.victims).difference(ranks))
+        stuck = bool(given_up) or (bool(others) and not running and not wait.p2p)
+        others = others if stuck else []
+        return (STUCK if stuck else IN_FLIGHT)(
             culprits=ranks if others and not wait.p2p else (), victims=others or ranks, collective=self.ref(wait),
-            where=self.where(ranks) if others else (), waiting=self.where(others or ranks) if given_up else (),
-            what=self.text(wait), ranks=ranks,
+            where=self.where(ranks) if others else (), waiting=self.where(others or ranks) if stuck else (),
+            what=self.text(wait), ranks=ranks, how="timed out" if given_up else "has not completed",
             wait=filled("; {others} {others:waits|wait} for {ranks:it|them}" * bool(others), others=others, ranks=ranks),
         )  # fmt: skip
 
@@ -354,8 +356,8 @@ CYCLE = _group_cycle(
 CROSSED = _group_cycle("{calls} first: each waits for ranks that run it second", NO_PROGRESS,
     "use the groups in the same order on all ranks that share them")  # fmt: skip
 STALL = _stall("{lack}; {waiters} for {culprits:it|them}{waited}{condition}", NO_PROGRESS, "{advice}")
-TIMED_OUT = _stall(
-    "{what} timed out with no rank missing: {ranks:the device of|a link or a device between} {ranks} stopped{wait}",
+STUCK = _stall(
+    "{what} {how} with no rank missing: {ranks:the device of|a link or a device between} {ranks} stopped{wait}",
     NO_PROGRESS,
     "check the network and the GPUs of these ranks: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`, "
     "`distdiag probe pairs`")  # fmt: skip

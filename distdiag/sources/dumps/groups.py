@@ -63,11 +63,8 @@ class Groups:
         found = []
         for r in ranks:
             lists = [x.file.groups for x in self.scans.get(r, ()) if x.backend == backend and any(x.file.groups)]
-            if (
-                by_rank.get(r, ()) not in (None, ranks)
-                and lists
-                and not any(own == ranks for x in lists for _, own in x.values())
-            ):
+            named = by_rank.get(r, ()) in (None, ranks)
+            if not named and lists and not any(own == ranks for x in lists for _, own in x.values()):
                 found.append(r)
         return tuple(found)
 

@@ -107,7 +107,7 @@ def _judge(
     found += absent.without_dump(findings, decided=any(f.severity == Severity.ERROR for f in found))
     found += absent.unreadable(findings, given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
-        found.append(findings.in_flight())
+        found.append(findings.in_flight(running))
     if not any(f.kind == kinds.MISMATCH.name for f in found):
         found += mismatch.completed(snapshot)
     return Report(

@@ -156,9 +156,8 @@ class Learned:
             self.found.masters.setdefault(line.who.label or line.path.name, {}).update(of)
 
     def no_name(self, of: Of, line: Line) -> None:
-        self.found.unreached[line.path, line.who.process or line.who.label] = (
-            f"the name {of['peer']} does not resolve ({of['why']})"
-        )
+        why = f"the name {of['peer']} does not resolve ({of['why']})"
+        self.found.unreached[line.path, line.who.process or line.who.label] = why
 
     def no_answer(self, of: Of, line: Line) -> None:
         self.found.unreached[line.path, line.who.process or line.who.label] = of["why"].lower()

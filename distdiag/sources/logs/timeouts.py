@@ -38,10 +38,7 @@ PATH = (
 # what the last line of a late rank shows of its work
 _DID = (
     (bounded(r"(?i:\b(?:sav(?:e|ing)|checkpoint|upload)|safetensors\b|\.(?:pt|ckpt|distcp)\b)"), meanings.SAVING),
-    (
-        bounded(r"AUTOTUNE\b|torch[._/]_?(?:dynamo|inductor)\b|\b[Rr]?[Ee]?[Cc]ompil(?:ing|ation|e limit)"),
-        meanings.COMPILING,
-    ),
+    (bounded(r"AUTOTUNE\b|torch[._/]_?(?:dynamo|inductor)\b|(?i:compil(?:ing|ation))\b"), meanings.COMPILING),
 )
 
 
@@ -207,7 +204,6 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     site = at(next((w.site for w in waiting.values() if w.site is not None), None))
     elsewhere, unknown = _in_gloo(found, waiting)
     absent = () if late or unknown else tuple(asked) or _absent(found, group, ranks)
-    everybody = known_ranks(found, ranks) <= set(ranks)
     if late:
         who = rank_list(late)
         return _timed_out(group, waiting, f"{start}, and {who} had issued only #{min(late.values()):,}{last_words(found, late)}",
@@ -229,19 +225,19 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
         if bar := next((found.bars[f.path] for w in waiting.values() for f in w.facts if found.bars.get(f.path)), ""):
             return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and a progress bar moved on while they waited, most likely that of {who} ({bar})",
                          meanings.GOES_ON, absent)  # fmt: skip
-        said = "; that number was issued there, too: later, or as another call" * bool(asked) + last_words(
-            found, absent
-        )
+        said = "; that number was issued there, too: later, or as another call" * bool(asked)
+        said += last_words(found, absent)
         return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{said}",
                      f"{_of_work(said, who)}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time{'' if asked else ': it did not make the call' + site}", absent)  # fmt: skip
-    if len(ranks) > 1 and (everybody or ranks == tuple(range(len(ranks)))):
-        return _all_waited(group, waiting, start, limit_s, everybody)
+    all_known = known_ranks(found, ranks) <= set(ranks)
+    if len(ranks) > 1 and (all_known or ranks == tuple(range(len(ranks)))):
+        return _all_waited(group, waiting, start, limit_s, all_known)
     alone = "what the other ranks did is not in the log"
     others = alone if len(ranks) < 2 else "the others' logs are needed to see who was missing"
     return _timed_out(group, waiting, f"{start}; {others}", f"give the logs of all ranks, or {DUMPS}")
 
 
-def _all_waited(group: Group, waiting: Waits, start: str, limit_s: float, everybody: bool) -> Finding:
+def _all_waited(group: Group, waiting: Waits, start: str, limit_s: float, all_known: bool) -> Finding:
     """Return the finding on ranks that all waited in one call; of a group, these may be all or not."""
     seq = _seq(waiting)
     if 0 < limit_s < SHORT_S:
@@ -258,7 +254,7 @@ def _all_waited(group: Group, waiting: Waits, start: str, limit_s: float, everyb
         if same
         else "check that all ranks made the same call there, then"
     )
-    return _timed_out(group, waiting, f"{start}{equal}. No other rank {'' if everybody else 'of that group '}is known from the log",
+    return _timed_out(group, waiting, f"{start}{equal}. No other rank {'' if all_known else 'of that group '}is known from the log",
                  f"{first} the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`; for the next time, the stacks of all ranks while they hang (`py-spy dump --pid PID`), and {DUMPS}",
                  kind="stall/unknown")  # fmt: skip
 
