@@ -434,7 +434,11 @@ def _in_short(f: Fact) -> str:
         return f"line {f.line:,}{_of_file(f)} has `{shortened(f.text.strip(), 120)}`"
     what = failures.text_of(f, known) if known else f"printed `{shortened(f.text.strip(), 120)}`"
     of_line = f"line {f.line:,}{_of_file(f)}"
-    return f"{of_line} says that {who} {what}" if who == "a process" else f"{who} {what} on {of_line}"
+    return (
+        f"{of_line} says that {who} {what}"
+        if who == "a process" and not f.message.of_node
+        else f"{who} {what} on {of_line}"
+    )
 
 
 def _of_file(f: Fact) -> str:
