@@ -9,7 +9,7 @@ from distdiag.diagnosis.endings import ending_kind, escalated, follows_stop, kil
 from distdiag.diagnosis.history import all_ended
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
-from distdiag.diagnosis.rules.stall import waited_for, waits_for
+from distdiag.diagnosis.rules.stall import unseen_text, unseen_wait, waited_for, waits_for
 from distdiag.diagnosis.text.phrases import op_text, shortened
 from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -59,7 +59,7 @@ def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] 
     if bad:
         # a victim may end before the rank that failed, but what the launcher ended tells nothing
         culprits = {q for f in worst[:1] for q in f.culprits}
-        blamed = {q for q in culprits if s.ranks[q].signal != signals.SIGTERM}
+        blamed = {q for q in culprits if q in s.ranks and s.ranks[q].signal != signals.SIGTERM}
         first = min(bad, key=lambda r: (r.rank not in blamed, r.ended_s if r.ended_s is not None else s.t_s))
         if (stopped := _stopped_by(s, bad)) is not None:
             waited = _waited(*lived) if lived is not None and not worst else ""
@@ -132,7 +132,8 @@ def _waited(s: Snapshot, graph: WaitGraph) -> str:
     """Return who had waited for whom, and where those were."""
     late = _late(s, graph)
     if not late:
-        return ""
+        unseen = unseen_wait(s, graph)
+        return unseen_text(*unseen) if unseen is not None else ""
     waiting, waited_s, first = late[0]
     there = [r for victims, _, r in late if victims == waiting and r.current_site == first.current_site]
     return waited_for(waiting, there, waited_s)

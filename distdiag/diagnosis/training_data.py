@@ -99,10 +99,8 @@ def only_shadow(ranks: Sequence[int]) -> Abstained:
 
 
 # Why ranks are not compared: in what they train, and in their batches.
-NOT_ALL = (
-    Veto(lambda s: s.world_size < 2, "there is one rank only", False),
-    Veto(lambda s: len(s.ranks) < s.world_size, "{c.ranks:#} of {c.world_size} ranks have reported", False),
-)
+UNSEEN = Veto(lambda s: len(s.ranks) < s.world_size, "{c.ranks:#} of {c.world_size} ranks have reported", False)
+NOT_ALL = (Veto(lambda s: s.world_size < 2, "there is one rank only", False), UNSEEN)
 NOT_ONE_MODEL = (
     *NOT_ALL,
     Veto(lambda s: any(r.in_join for r in s.ranks.values()),

@@ -16,10 +16,11 @@ from pathlib import PurePath
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.culprit import paths, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
-from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site
+from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import (
     behind,
@@ -46,7 +47,9 @@ from distdiag.diagnosis.text.phrases import (
 )
 from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.threads import Open, ended_thread, left_open
+from distdiag.diagnosis.training_data import UNSEEN
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
+from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.uncounted import unseen
 from distdiag.terms.activity import ACTIVITIES, by_line, refined
 from distdiag.terms.operations import op_name
@@ -122,8 +125,11 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     s, graph = facts.snapshot, facts.graph
     if not graph.sinks:
         ended = all(r.life in DEAD for r in s.ranks.values())  # what was judged before says more
-        yield Abstained("the job has ended" if ended else "no rank is waited for by the others", checked=not ended)
+        reason = "the job has ended" if ended else "no rank is waited for by the others"
+        yield vetoed((UNSEEN,), s) or Abstained(reason, checked=not ended)
     yield from list(_incomplete(facts)) or _nobody_moves(facts)
+    if (start := unseen_wait(s, graph)) is not None:
+        yield _not_joined(s, *start)
     late: list[_Late] = []
     for rank in graph.sinks:
         state = s.ranks.get(rank)
@@ -146,6 +152,36 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         if x.state.rank not in named:
             reason = waits_for(x.victims, x.state, x.waited_s, x.limit_s)
             yield _trains_on(facts, x.state) or Abstained(reason, checked=True)
+
+
+def unseen_wait(s: Snapshot, graph: WaitGraph) -> tuple[list[int], Call, list[int], float] | None:
+    """Return (ranks never seen, the call in which others wait only for such, those others, for how long they have waited).
+
+    The call is `init_process_group`: had all of them come, it would be over. Those of another node are seen only
+    afterwards, so of several it is not known which has come.
+    """
+    for wait in graph.waits:
+        call = next((c for q, c in wait.calls.items() if q in wait.ranks and c.op == "init_process_group"), None)
+        if call is not None and wait.missing and wait.missing.isdisjoint(s.ranks):
+            kept = kept_waiting(s, graph, min(wait.missing))
+            return (sorted(wait.missing), call, *kept) if kept is not None else None
+    return None
+
+
+def unseen_text(ranks: list[int], call: Call, victims: list[int], waited_s: float, waits: str = "waited") -> str:
+    """Return `ranks 0, 1 waited in init_process_group(), at train.py:5 in main, for rank 2, which was never seen, for 30 s`."""
+    seen = verb(ranks, "was", "were")
+    place = f"{op_text(call)},{at(call.site)}," if call.site is not None else op_text(call)
+    return f"{rank_list(victims)} {waits} in {place} for {rank_list(ranks)}, which {seen} never seen,{_how_long(waited_s, _start_s(0))}"
+
+
+def _not_joined(s: Snapshot, ranks: list[int], call: Call, victims: list[int], waited_s: float) -> Finding | Abstained:
+    if waited_s < _start_s(0):
+        return Abstained(unseen_text(ranks, call, victims, waited_s, verb(victims, "waits", "wait")))
+    return NOT_JOINED(
+        severity=Severity.ERROR if waited_s > limits.factor * _start_s(0) else Severity.WARNING, culprits=ranks, victims=victims,
+        collective=call, waiting=wheres(s, victims), first_seen_s=s.t_s - waited_s, waited_s=waited_s, at_call=call.site,
+    )  # fmt: skip
 
 
 def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:
@@ -252,20 +288,24 @@ def _key_left_out(facts: Facts, late: RankState, waiting: RankState, still_s: fl
 
 
 def waits_for(victims: Sequence[int], late: RankState, waited_s: float, limit_s: float | None = None) -> str:
-    """Return `rank 0 waits for rank 1 for 57 s (judged from 60 s on)`."""
-    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for rank {late.rank}{_how_long(late, waited_s, limit_s)}"
+    """Return `rank 0 waits for rank 1, at train.py:5 in poll, for 57 s (judged from 60 s on)`."""
+    limit_s = patience_s(late) if limit_s is None else limit_s
+    return f"{rank_list(victims)} {verb(victims, 'waits', 'wait')} for {_placed([late])}{_how_long(waited_s, limit_s)}"
 
 
 def waited_for(victims: Sequence[int], late: Sequence[RankState], waited_s: float) -> str:
     """Return `rank 0 waited for ranks 1, 2, at train.py:5 in poll, for 57 s (judged from 60 s on)`; the late ones are at one line."""
+    return f"{rank_list(victims)} waited for {_placed(late)}{_how_long(waited_s, patience_s(late[0]))}"
+
+
+def _placed(late: Sequence[RankState]) -> str:
+    """Return `ranks 1, 2, at train.py:5 in poll,`."""
     place = f",{at(late[0].current_site)}," if late[0].current_site is not None else ""
-    who = rank_list([r.rank for r in late])
-    return f"{rank_list(victims)} waited for {who}{place}{_how_long(late[0], waited_s)}"
+    return rank_list([r.rank for r in late]) + place
 
 
-def _how_long(late: RankState, waited_s: float, limit_s: float | None = None) -> str:
-    """Return ` for 57 s (judged from 60 s on)`, by what the late rank does."""
-    limit_s = patience_s(late) if limit_s is None else limit_s
+def _how_long(waited_s: float, limit_s: float) -> str:
+    """Return ` for 57 s (judged from 60 s on)`."""
     judged = f" (judged from {rough_duration(limit_s)} on)" if waited_s < limit_s else ""
     return f" for {rough_duration(waited_s)}{judged}"
 
@@ -395,6 +435,11 @@ INCOMPLETE = _warning("unknown",
 NOBODY_MOVES = _warning("unknown",
     "no rank has moved for {still_s:time}, and none is known to wait for another: {places}", NO_PROGRESS,
     "{do}")  # fmt: skip
+NOT_JOINED = _warning("unknown",
+    "{culprits} {culprits:was never seen and|were never seen, and at least one of them} has not joined in {collective}; {victims} "
+    "{victims:has|have} waited {waited_s:time}{at_call}", "the job does not start",
+    "see whether the launcher started {culprits} (WORLD_SIZE, --nnodes, --nproc-per-node; each process with a RANK of its own), what "
+    "{culprits:its own log says|their own logs say}, and whether MASTER_ADDR and its port can be reached from there: `distdiag doctor --reach HOST:PORT`")  # fmt: skip
 KEY_LEFT_OUT = _warning("user_code",
     "{culprits} has not set the key '{key}' of a store, for which {waits} waits{at_wait}: the key that it set last is '{last}'{at_last}, and it "
     "waits for '{own}'{at_own}; no rank has moved for {still_s:time}", NO_PROGRESS,

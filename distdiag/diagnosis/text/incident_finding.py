@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.culprit.case import Reason
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.kinds import Kind
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.text import abort, conflict, cycle, evidence
 from distdiag.diagnosis.text.incident import (
@@ -24,6 +25,7 @@ from distdiag.diagnosis.text.incident import (
 )
 from distdiag.diagnosis.text.phrases import NO_PROGRESS
 from distdiag.diagnosis.text.template import Template, filled
+from distdiag.diagnosis.training_data import UNSEEN
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.incidents import Root
 
@@ -40,8 +42,10 @@ _DO_GONE = {
 }
 
 
-def incident_findings(facts: Facts, kind: Kind) -> Iterator[Finding]:
+def incident_findings(facts: Facts, kind: Kind) -> Iterator[Finding | Abstained]:
     """Yield the findings of this kind that the wait-for graph proves."""
+    if (unseen := vetoed((UNSEEN,), facts.snapshot)) is not None:
+        yield unseen
     for verdict in facts.verdicts:
         if verdict.kind is kind:
             yield incident_finding(facts.snapshot, verdict)

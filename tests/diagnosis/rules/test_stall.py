@@ -173,7 +173,10 @@ def test_a_first_batch_without_workers_is_loaded_by_the_rank_itself() -> None:
 def test_a_wait_that_is_too_short_for_a_stall_is_in_the_state_of_the_job() -> None:
     s = waits_for_rank_one(70.0, 100.0, activity="checkpoint")
     assert findings(s, rank_lost, stall) == []
-    assert job_state(s, build(s), [], False) == ("running", "rank 0 waits for rank 1 for 30 s (judged from 60 s on)")
+    place = at(s.ranks[1].current_site)
+    assert job_state(s, build(s), [], False) == (
+        "running", f"rank 0 waits for rank 1,{place}, for 30 s (judged from 60 s on)"
+    )  # fmt: skip
 
 
 def _waiting_for(*late: RankState) -> Snapshot:
@@ -487,12 +490,67 @@ def test_a_job_that_is_stopped_while_a_rank_waits_says_for_whom() -> None:
         assert diagnosis.update(msgspec.structs.replace(s, t_s=t_s, ranks={0: s.ranks[0], 1: unwinding})) == []
     gone = {q: msgspec.structs.replace(r, life=Life.KILLED, signal=2, ended_s=100.5) for q, r in s.ranks.items()}
     diagnosis.update(msgspec.structs.replace(s, t_s=101.0, ranks=gone), final=True)
-    assert diagnosis.state_text == (
-        f"stopped by SIGINT (from the launcher or a person), while rank 0 waited for rank 1,{at(s.ranks[1].current_site)}, "
-        "for 30 s (judged from 60 s on)"
-    )
+    how_long = f"for rank 1,{at(s.ranks[1].current_site)}, for 30 s (judged from 60 s on)"
+    assert diagnosis.state_text == f"stopped by SIGINT (from the launcher or a person), while rank 0 waited {how_long}"
     (check,) = (c for c in diagnosis.checks.all if c.kind == "stall")
-    assert check.reason.startswith("rank 0 waits for rank 1 for 30 s")
+    assert check.reason.startswith("rank 0 waits for rank 1")
+
+
+def _start(waited_s: float, world: int, *others: RankState) -> Snapshot:
+    """Ranks 0 and 1 wait in init_process_group."""
+    name, site = "init_process_group 1", Site("/job/begin.py", 6, "main")
+    call = Call(op="init_process_group", group=name, seq=1, entered_s=100.0 - waited_s, site=site)
+    waiting = (rank(q, step=0, models=(), blocked=call, enqueued={name: 1}, calls=(call,)) for q in range(2))
+    groups = {name: Group(name=name, ranks=tuple(range(world)))}
+    return job(*waiting, *others, world_size=world, groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("world", "head"),
+    [
+        (3, "rank 2 was never seen and has not joined in init_process_group(); "),
+        (4, "ranks 2, 3 were never seen, and at least one of them has not joined in init_process_group(); "),
+    ],
+)
+def test_ranks_that_were_never_seen_keep_a_start_waiting(world: int, head: str) -> None:
+    f = only(findings(_start(60.0, world), stall))
+    assert f.message == f"{head}ranks 0, 1 have waited 60 s at begin.py:6 in main"
+    assert (f.cause, f.certainty, f.severity) == ("unknown", "suspected", "warning")
+    assert (f.culprits, f.victims) == (tuple(range(2, world)), (0, 1))
+    assert "launcher" in f.advice and "MASTER_ADDR" in f.advice
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "late"),
+    [(59.0, ()), (90.0, (rank(2, step=0, models=(), life=Life.CRASHED, exception="OSError: no space"),))],
+    ids=["not long enough", "one that was seen has not come"],
+)
+def test_a_start_that_may_wait_for_a_rank_that_was_seen(waited_s: float, late: tuple[RankState, ...]) -> None:
+    assert findings(_start(waited_s, 4, *late), stall) == []
+
+
+def test_what_could_not_be_compared_is_not_checked() -> None:
+    diagnosis = Diagnosis(lambda path: None)
+    alone = _start(0.0, 3)
+    diagnosis.update(msgspec.structs.replace(alone, ranks={0: rank(0, step=0, models=())}, t_s=50.0))
+    diagnosis.update(_start(30.0, 3))
+    reasons = {c.kind: c.reason for c in diagnosis.checks.all if not c.checked}
+    assert reasons["deadlock"] == reasons["mismatch"] == "2 of 3 ranks have reported"
+    waits = "ranks 0, 1 wait in init_process_group(), at begin.py:6 in main, for rank 2, which was never seen, for 30 s"
+    assert reasons["stall"] == f"{waits} (judged from 60 s on)"
+
+
+@pytest.mark.parametrize(("waited_s", "reported"), [(30.0, False), (200.0, True)])
+def test_a_start_that_is_stopped_says_for_whom_it_waited(waited_s: float, reported: bool) -> None:
+    diagnosis = Diagnosis(lambda path: None)
+    s = _start(waited_s, 3)
+    diagnosis.update(s)
+    gone = {q: msgspec.structs.replace(r, life=Life.KILLED, signal=9, ended_s=100.5) for q, r in s.ranks.items()}
+    diagnosis.update(msgspec.structs.replace(s, t_s=101.0, ranks=gone), final=True)
+    stopped = "stopped by SIGKILL (from the launcher or a person)"
+    waited = ", while ranks 0, 1 waited in init_process_group(), at begin.py:6 in main, for rank 2, which was never seen, for 30 s (judged from 60 s on)"
+    assert diagnosis.state_text == stopped + ("" if reported else waited)
+    assert [f.culprits for f in diagnosis.open()] == ([(2,)] if reported else [])
 
 
 @pytest.mark.parametrize(
