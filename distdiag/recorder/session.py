@@ -239,6 +239,8 @@ class Session:
             self.other_nodes.stop()
 
     def close(self) -> None:
+        if self.recorder.header.life != LifeWord.RAISED and (error := _unhandled()) is not None:
+            self.record_exception(error, error.__traceback__)
         self.exiting()
         if self.server is not None:
             server, self.server = self.server, None
@@ -352,6 +354,19 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
         session.pulse.other_nodes = session.other_nodes
     session.pulse.start()
     return session
+
+
+def _unhandled() -> BaseException | None:
+    """Return what ended the script, although its own hook took the place of ours, or a second Ctrl-C came first."""
+    error = getattr(sys, "last_value", None)
+    first = getattr(error, "__traceback__", None)
+    if first is None:
+        return None
+    frame = (
+        first.tb_frame
+    )  # of the script, or of `python -m`; that of an error which IPython or pytest has shown is theirs
+    script = getattr(sys.modules.get("__main__"), "__dict__", None)
+    return error if frame.f_globals is script or frame.f_code.co_filename == "<frozen runpy>" else None
 
 
 def _command() -> str:

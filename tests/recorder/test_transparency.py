@@ -86,6 +86,20 @@ def test_the_exception_is_recorded_although_the_script_has_its_own_hook(tmp_path
     assert "no such column" in wait_for(lambda: rows(tmp_path / "R", query), 60, "the exception")[0][0]
 
 
+@pytest.mark.parametrize(
+    "hook", ["print('mine')", "signal.raise_signal(signal.SIGINT)"], ids=["its own", "interrupted"]
+)
+def test_the_exception_is_recorded_although_our_hook_is_not_called(hook: str, tmp_path: Path) -> None:
+    """A launcher that got Ctrl-C interrupts its ranks once more while they print their tracebacks."""
+    script = f"import signal, sys, distdiag\ndistdiag.attach()\nsys.excepthook = lambda *error: {hook}\nraise ValueError('no such column')\n"
+    (tmp_path / "script.py").write_text(script)
+    env = clean_env(tmp_path / "home", {**ONE_RANK, "PYTHONPATH": str(REPOSITORY), "DISTDIAG_RUN_DIR": "R"})
+    assert run([sys.executable, "script.py"], tmp_path, env)[0] == 1
+    query = "SELECT exception, file, line FROM rank WHERE exception IS NOT NULL"
+    (found,) = wait_for(lambda: rows(tmp_path / "R", query), 60, "the exception")
+    assert found == ("ValueError: no such column", str(tmp_path / "script.py"), 4)
+
+
 CLOSES_ALL = """
 import ctypes, fcntl, os, time
 os.closerange(3, 2048)
