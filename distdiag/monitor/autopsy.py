@@ -7,7 +7,6 @@ so a wait is proved only if all ranks in it were alive in it for long enough, by
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import time
@@ -40,7 +39,7 @@ AHEAD_S = 60.0  # no page was written later than this from now
 
 def autopsy(run_dir: Path) -> Report | None:
     """Return the verdict on a job of which nothing lives and whose run was never closed; None for any other run."""
-    left = _left(run_dir)
+    left = directories.abandoned(run_dir)
     if left is None:
         return None
     try:
@@ -48,21 +47,6 @@ def autopsy(run_dir: Path) -> Report | None:
             return _report(run_dir, run, left)
     except RunUnreadable:
         return _report(run_dir, None, left) if left and all(map(directories.in_memory, left)) else None
-
-
-def _left(run_dir: Path) -> list[Path] | None:
-    """Return the page directories of a run on this host; None if a process uses one."""
-    left = []
-    for node, found in directories.of_run(run_dir).items():
-        if directories.ended_record(run_dir, node).exists():
-            continue
-        for pages in filter(directories.is_marked, found):
-            held = directories.hold(pages, fcntl.LOCK_EX)
-            if held is None:
-                return None  # a rank or a monitor lives, perhaps in another container
-            os.close(held)
-            left.append(pages)
-    return left
 
 
 def _report(run_dir: Path, run: Run | None, left: Sequence[Path]) -> Report | None:

@@ -96,6 +96,21 @@ def of_run(run_dir: Path) -> dict[int, list[Path]]:
     return out
 
 
+def abandoned(run_dir: Path) -> list[Path] | None:
+    """Return the page directories of a run that was not closed, on this host; None if a process uses one."""
+    left = []
+    for node, found in of_run(run_dir).items():
+        if ended_record(run_dir, node).exists():
+            continue
+        for pages in filter(is_marked, found):
+            held = hold(pages, fcntl.LOCK_EX)
+            if held is None:
+                return None  # a rank or a monitor lives, perhaps in another container
+            os.close(held)
+            left.append(pages)
+    return left
+
+
 def _is_directory(path: Path) -> bool:
     try:
         return stat.S_ISDIR(path.lstat().st_mode)

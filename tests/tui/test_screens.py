@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import socket
 import sqlite3
 import unicodedata
 from dataclasses import replace
@@ -12,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from distdiag.page import directories
 from distdiag.store.frames import RankRow
 from distdiag.store.opening import ReadStatus, RunUnreadable
 from distdiag.store.reader import open_run
@@ -31,7 +35,7 @@ from distdiag.tui.screens.comm import arrivals, matrix, verdict
 from distdiag.tui.screens.page import RankedPage
 from distdiag.tui.ui import Ui
 from tests.tui.conftest import MakeRun
-from tests.tui.synthetic import HOSTILE, Scenario
+from tests.tui.synthetic import HOSTILE, Scenario, set_monitor
 
 STATES = ("waiting", "running", "stalled", "deadlocked", "lost", "ended", "failed")
 pytestmark = pytest.mark.usefixtures("frozen")
@@ -225,6 +229,28 @@ def test_an_unreadable_run_shows_reason_and_remedy(runs: MakeRun, tmp_path: Path
             assert job_state(snap).word in text, page.name
         text = "\n".join(map(plain, pages()["ranks"].render(snap, Ui(), 80, 24).lines))
         assert f"reason {status}" in text and f"remedy {status}" in text
+
+
+def test_a_job_that_was_killed_together_with_its_monitor_has_failed(runs: MakeRun, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(runs(Scenario(state="running", ranks=2)), tmp_path / "run"))
+    set_monitor(run, "gone")
+    assert (
+        job_state(take(run, Ui(), pages()["ranks"], 80, 24)).word == "MONITOR GONE"
+    )  # its pages are on no host that is known
+    directory = directories.overflow(run, 0)
+    directories.make(directory, run)
+    directories.node_record(run, 0).write_text(f"{socket.gethostname()}:1:1 {directory}\n")
+    snap = take(run, Ui(), pages()["ranks"], 80, 24)
+    assert (snap.killed, job_state(snap).word, job_state(snap).do.split()[:2]) == (
+        True,
+        "FAILED",
+        ["distdiag", "diagnose"],
+    )
+    assert "distdiag dump" not in "\n".join(_check(run, "rank", Ui(), 120, 40))
+    held = directories.hold(directory)
+    assert held is not None
+    assert job_state(take(run, Ui(), pages()["ranks"], 80, 24)).word == "MONITOR GONE"  # a rank lives
+    os.close(held)
 
 
 def test_a_damaged_file_is_a_screen_not_a_traceback(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, still_open
+from distdiag.page import directories
 from distdiag.store.frames import Frame
 from distdiag.store.liveness import Monitor, heartbeat_age_s, number
 from distdiag.store.opening import RunUnreadable
@@ -48,6 +49,7 @@ class Snapshot:
     problem: RunUnreadable | None = None
     meta: dict[str, str | None] = field(default_factory=dict)
     monitor: Monitor | None = None
+    killed: bool = False  # the monitor, and every rank of this host
     heartbeat_age_s: float | None = None
     frame: Frame | None = None
     summary: Summary = field(default_factory=Summary)
@@ -131,8 +133,7 @@ class Taker:
         snapshot = Snapshot(
             run=self.run.path,
             meta=meta,
-            monitor=self.run.monitor(meta),
-            heartbeat_age_s=heartbeat_age_s(meta),
+            **self._life(meta),
             frame=frame,
             summary=self._summary if frame is not None else Summary(),
             findings=findings,
@@ -152,11 +153,16 @@ class Taker:
         """Return the same snapshot, with the time since the monitor's last row if it is silent."""
         if last.monitor is Monitor.ENDED:
             return last
-        monitor = self.run.monitor(last.meta)
-        if monitor is last.monitor is Monitor.LIVE:
+        life = self._life(last.meta)
+        if life["monitor"] is last.monitor is Monitor.LIVE:
             return last
-        self._last = replace(last, monitor=monitor, heartbeat_age_s=heartbeat_age_s(last.meta))
+        self._last = replace(last, **life)
         return self._last
+
+    def _life(self, meta: dict[str, str | None]) -> dict[str, Any]:
+        monitor = self.run.monitor(meta)
+        killed = monitor is Monitor.GONE and bool(directories.abandoned(self.run.path))
+        return {"monitor": monitor, "killed": killed, "heartbeat_age_s": heartbeat_age_s(meta)}
 
     def _read_frame(self, newest: float | None, at_s: float | None) -> Frame | None:
         if newest is None:

@@ -49,6 +49,9 @@ def job_state(snap: Snapshot) -> JobState:
     if snap.at_s is not None:
         return _replay(snap, job)
     if snap.monitor is Monitor.GONE and job.word not in ("ENDED", "FAILED"):
+        if snap.killed:
+            do = f"distdiag diagnose {quote(snap.run)}"
+            return JobState(*_WORDS[State.FAILED], "the ranks and their monitor were killed", do, job.stuck)
         age = snap.heartbeat_age_s
         since = f"nothing written for {seconds(age)}" if age is not None else "it never wrote"
         return JobState(

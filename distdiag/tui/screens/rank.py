@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from distdiag.store.frames import RankRow
+from distdiag.store.liveness import Monitor
 from distdiag.terms.activity import SHOWN
 from distdiag.terms.quantiles import median_low, quantile
 from distdiag.terms.signals import signal_name
@@ -186,9 +187,9 @@ def _collectives(data: RankData, at_most: int) -> list[Line]:
 
 def _stack(data: RankData, row: RankRow, snap: Snapshot, ui: Ui, width: int, height: int) -> list[Line]:
     if data.stack is None:
-        hint = f"distdiag dump {quote(snap.run)} takes whole stacks"
+        hint = f"   distdiag dump {quote(snap.run)} takes whole stacks" if snap.monitor is Monitor.LIVE else ""
         at = place(row.file, row.line, row.function, width - 20)
-        return [line((" stack  ", "muted"), at, (f"   {hint}", "muted"))]
+        return [line((" stack  ", "muted"), at, (hint, "muted"))]
     out = [line((f" stack, taken at {clock(data.stack_t_s)}, innermost first", "head"))]
     frames = list(reversed(data.stack.stack)) or [data.stack.note or "no stack"]
     at_most = 4 if height < 40 else 16
