@@ -91,12 +91,12 @@ def _of_run(target: str | None) -> Report:
 
     from distdiag.store import rundir
     from distdiag.store.liveness import MONITOR_LOG, failure_of
+    from distdiag.store.opening import locate
     from distdiag.store.reader import open_run
 
     path = rundir.resolve(target)
-    failed = rundir.failed_launch(path)
-    if failed is not None:
-        raise _failed_launch(path, target, failed)
+    if (launch := rundir.failed_after(path)) is not None:
+        locate(launch)  # raises why it failed
     _finish(path)
     report = _autopsy(path)
     if report is None:
@@ -109,25 +109,6 @@ def _of_run(target: str | None) -> Report:
         raise rundir.no_rank_yet(path)
     return (
         msgspec.structs.replace(report, notes=(*report.notes, *notes_on_latest(path))) if path.is_symlink() else report
-    )
-
-
-def _failed_launch(path: Path, target: str | None, reason: str) -> DistdiagError:
-    """Return the error for a launch without a rank, with its reason and the previous run."""
-    from distdiag.store import rundir
-    from distdiag.terms.untrusted import visible
-
-    lines = [line.strip() for line in reason.splitlines() if line.strip(" =-")]
-    which = "the last launch" if target is None else f"the launch of {visible(target)}"
-    before = rundir.newest_run(path.resolve().parent)
-    hint = "read the launcher's messages"
-    if before is not None:
-        hint = f"for the previous run: distdiag diagnose {shlex.quote(rundir.shown(before))}"
-    return DistdiagError(
-        f"{which} failed before any rank started: {visible(lines[0] if lines else 'no reason is known')[:300]}",
-        visible(hint),
-        ExitCode.NO_DATA,
-        "no_rank",
     )
 
 

@@ -11,6 +11,7 @@ from typing import IO
 import click
 
 from distdiag.cli.options import ascii_option
+from distdiag.cli.verdict import notes_on_latest
 from distdiag.errors import DistdiagError, ExitCode, need
 from distdiag.streams import json_ascii_controls, say
 
@@ -92,6 +93,8 @@ def command(
     if tape is not None:
         return _write_tape(rundir.resolve(run), tape, force)
     run_dir = rundir.resolve(run)
+    for note in notes_on_latest(run_dir) if run_dir.is_symlink() else ():
+        say(f"note: {note}", err=True)
     if format == "html":
         need(("jinja2", "matplotlib"), "the HTML report")
     default = FORMATS[format]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from typing import Any
@@ -29,6 +30,7 @@ def command(rest: tuple[str, ...], **options: Any) -> None:
     distdiag run --run-dir runs/a -m mypackage.train
     """
     launcher, script = split(list(rest))
+    _check_names(launcher)
     later = read(_among_torchruns, launcher, "distdiag run")
     launcher = list(later["rest"])
     options = {name: later[name] or value for name, value in options.items()}
@@ -64,7 +66,20 @@ _RENDEZVOUS = {
     "--nnodes", "--standalone", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf", "--master-addr",
     "--master-port", "--node-rank",
 }  # fmt: skip
+_OTHERS = {
+    "--nproc-per-node", "--max-restarts", "--monitor-interval", "--start-method", "--role", "--log-dir", "--redirects", "--tee",
+    "--local-ranks-filter", "--local-addr", "--run-dir", "--name", "--keep", "--metrics", "--nodes-port", "--help",
+}  # fmt: skip
 _FLAGS = {"--standalone", "--no-python", "--run-path", "--virtual-local-rank", "--quiet", "--share", "--tape"}
+
+
+def _check_names(options: list[str]) -> None:
+    """Check that no option is a wrong or shortened name of one that is known; any other may be one of a newer torchrun."""
+    known = sorted(_RENDEZVOUS | _FLAGS | _OTHERS)
+    for name in (a.split("=")[0].replace("_", "-") for a in options if a.startswith("--")):
+        longer = [k for k in known if k.startswith(name)] or difflib.get_close_matches(name, known, 1, 0.8)
+        if longer and name not in known:
+            raise DistdiagError(f"no option {name}", f"did you mean {longer[0]}?")
 
 
 def split(rest: list[str]) -> tuple[list[str], list[str]]:

@@ -168,9 +168,30 @@ def newest_run(directory: Path) -> Path | None:
     return None
 
 
+def newest(directory: Path) -> Path | None:
+    """Return the newest launch in a directory of runs, by name, whether it has a rank or not; None without any."""
+    with contextlib.suppress(OSError):
+        return next(iter(_newest_first(directory)), None)
+    return None
+
+
 def _newest_first(directory: Path) -> list[Path]:
     """Return what has a default name in a directory of runs, by that name."""
     return sorted((p for p in directory.iterdir() if _DEFAULT_NAME.match(p.name)), key=lambda p: p.name, reverse=True)
+
+
+def _newer(latest: Path) -> list[Path]:
+    """Return the launches that are newer than the run that `latest` links to, the newest first."""
+    with contextlib.suppress(OSError):
+        current = latest.resolve().name
+        return [p for p in _newest_first(latest.parent) if p.name > current and p.is_dir()]
+    return []
+
+
+def failed_after(latest: Path) -> Path | None:
+    """Return the newest launch that produced no rank, if it is newer than the run that `latest` links to."""
+    newer = _newer(latest) if latest.is_symlink() else []
+    return next((p for p in newer if failed_launch(p) is not None), None)
 
 
 def unreported_launch(latest: Path) -> str | None:
@@ -179,9 +200,7 @@ def unreported_launch(latest: Path) -> str | None:
     None if there is none, or if its directory has not changed for `STARTING_S`.
     """
     with contextlib.suppress(OSError):
-        current = latest.resolve().name
-        later = (p for p in _newest_first(latest.parent) if p.name > current and p.is_dir())
-        path = next((p for p in later if failed_launch(p) is None), None)
+        path = next((p for p in _newer(latest) if failed_launch(p) is None), None)
         if path and time.time() - path.stat().st_mtime < STARTING_S and not (path / DATABASE).exists():
             return _DEFAULT_NAME.sub("", path.name)
     return None
@@ -257,16 +276,22 @@ def note_failed_launch(run_dir: Path, reason: str) -> None:
     """Record that a launch produced no rank; does nothing if the disk refuses."""
     with contextlib.suppress(OSError):
         files.make_run_directory(run_dir)
-        if not has_run(run_dir) and write_run_json(run_dir, {"launch_failed": reason, "started_unix_s": time.time()}):
+        written = not has_run(run_dir) and write_run_json(
+            run_dir, {"launch_failed": reason, "started_unix_s": time.time()}
+        )
+        if written and not has_run(run_dir.parent / "latest"):
             mark_latest(run_dir)
 
 
 def failed_launch(run_dir: Path) -> str | None:
-    """Return why the launch of this run produced no rank; None if it produced one, or if no reason was recorded."""
+    """Return why the launch of this run produced no rank, on one line; None if it produced one, or if no reason was recorded."""
     if (run_dir / DATABASE).exists() or (run_dir / POINTER).exists():
         return None
     reason = read_run_json(run_dir).get("launch_failed")
-    return reason if isinstance(reason, str) else None
+    if not isinstance(reason, str):
+        return None
+    lines = (line.strip() for line in reason.splitlines() if line.strip(" =-"))
+    return next(lines, "no reason is known")[:300]
 
 
 def write_run_json(run_dir: Path, info: Any) -> bool:

@@ -13,6 +13,7 @@ from distdiag import files, procfs
 from distdiag.page import directories
 from distdiag.page.layout import Header
 from distdiag.page.reader import header_of, is_mapped
+from distdiag.store import rundir
 from distdiag.store.liveness import MONITOR_LOG, failure_of
 
 LAUNCHING_S = 600.0  # between the creation of a directory by the launcher and the first rank
@@ -27,6 +28,8 @@ def explain(run_dir: Path, what: str) -> tuple[str, str]:
     Args:
         what: What is missing: "RUN has no run.db".
     """
+    if (reason := rundir.failed_launch(run_dir)) is not None:
+        return _failed_launch(run_dir, reason)
     owner = files.owner_of_other(run_dir)
     record = _record(run_dir)
     if owner is not None:
@@ -60,6 +63,17 @@ def explain(run_dir: Path, what: str) -> tuple[str, str]:
     return f"{ended}, or this is a copy{_steps(pages)}", _else(
         run_dir
     ) or "the findings are at the end of the job's stderr; copy run.db, too"
+
+
+def _failed_launch(run_dir: Path, reason: str) -> tuple[str, str]:
+    """Return (message, hint) for a launch without a rank, with its reason and the previous run."""
+    real = run_dir.resolve()
+    which = "the last launch" if real == rundir.newest(real.parent) else f"the launch of {run_dir}"
+    before = rundir.newest_run(real.parent)
+    hint = "read the launcher's messages"
+    if before is not None:
+        hint = f"for the previous run: distdiag diagnose {shlex.quote(rundir.shown(before))}"
+    return f"{which} failed before any rank started: {reason}", hint
 
 
 def _record(run_dir: Path) -> tuple[str, str, str] | None:

@@ -226,6 +226,22 @@ def test_a_launch_that_started_no_rank_is_reported_instead_of_the_run_before_it(
         "distdiag: error: the last launch failed before any rank started: RuntimeError: port in use",
         "hint: for the previous run: distdiag diagnose reports/20250101-120000-train",
     ]
+    assert main(["report", "--format", "text", "-o", "-"]) == ExitCode.OK  # of the last run that there is
+    out, err = capsys.readouterr()
+    assert "20250101-120000-train" in out
+    assert err == "note: a newer launch failed before any rank started: RuntimeError: port in use\n"
+
+
+@pytest.mark.parametrize("command", [["diagnose"], ["report"], ["compare", "reports/latest", "reports/latest"]])
+def test_a_first_launch_that_started_no_rank_is_reported_by_all(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir.note_failed_launch(tmp_path / "reports" / "20250102-120000-launch-failed", "RuntimeError: port in use")
+    assert main(command) == ExitCode.NO_DATA
+    assert capsys.readouterr().err.splitlines() == [
+        "distdiag: error: the last launch failed before any rank started: RuntimeError: port in use",
+        "hint: read the launcher's messages",
+    ]
 
 
 def test_the_latest_run_is_named_by_its_directory_and_a_newer_launch_is_noted(
