@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from distdiag.streams import PLAINER, needs_ascii
 from distdiag.terms.tables import WIDTH, wrapped
 from distdiag.terms.units import counted
 
+JUST_S = 10.0  # a launcher needs some of them to end the other ranks of a crash; what is older may have scrolled away
 _MARK = "[distdiag] "
 _WIDTH = WIDTH - len(_MARK)
 
@@ -37,7 +39,7 @@ class Announcer:
     def __init__(self, run_dir: Path, quiet: bool) -> None:
         self.run_dir = run_dir
         self.quiet = quiet
-        self._printed: set[str] = set()
+        self._printed: dict[str, tuple[str, float]] = {}  # message, and when, by the monotonic clock
         self._corrected: set[str] = set()
         self.encoding = "ascii" if needs_ascii(sys.stderr) else "utf-8"
 
@@ -51,7 +53,7 @@ class Announcer:
 
     def mark_printed(self, key: str) -> None:
         """Mark a finding as printed, by an earlier monitor of this run."""
-        self._printed.add(key)
+        self._printed[key] = "", 0.0
 
     def finding(self, f: Finding) -> None:
         """Print an error once, and a correction if it is cleared; likewise a warning that the job makes no progress.
@@ -68,14 +70,15 @@ class Announcer:
             return
         if f.key in self._printed or (passing and f.kind in self._printed):
             return
-        self._printed |= {f.key, f.kind} if passing else {f.key}
+        self._printed |= dict.fromkeys((f.key, f.kind) if passing else (f.key,), (f.message, time.monotonic()))
         # begin with a newline: a progress bar may have left the cursor at the end of its line
         self._write("\n" + _marked(finding_lines(f, _WIDTH)))
 
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
         """Print how the job ended, the newest error in full, one line per other finding, and the command for the rest.
 
-        The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them.
+        The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them. What a crash has
+        just printed in full is one line here.
         Nodes other than the first judge only their own ranks and name the directory of the verdict on all
         ranks.
 
@@ -92,12 +95,14 @@ class Announcer:
         text = diagnosis.state_text
         stopped = text.startswith(STOPPED_BY)
         lines = wrapped(f"the job was {text}" if stopped else f"{state}: {text}" if text else state, _WIDTH)
+        full: list[str] = []
         if found:
             counts = {s: sum(f.severity == s for f in found) for s in (Severity.ERROR, Severity.WARNING)}
             lines.append(", ".join(counted(n, s) for s, n in counts.items() if n) + " found:")
             for i, f in enumerate(found[:8]):
                 if i == 0 and f.severity == Severity.ERROR:
-                    lines += finding_lines(in_the_past(f), _WIDTH)
+                    full = finding_lines(in_the_past(f), _WIDTH)
+                    lines += full
                     continue
                 lines += wrapped(_short(f), _WIDTH, "  ")
             if len(found) > 8:
@@ -116,8 +121,11 @@ class Announcer:
             lines = [f"node {node}: {line}" for line in lines]
             where = where.parent
         lines += [f"verdict: distdiag diagnose {where}", f"report:  distdiag report {where}"]
-        text = _marked(lines)
-        self._write("\n" + text)
+        text = shown = _marked(lines)
+        message, at_s = self._printed.get(found[0].key, ("", 0.0)) if full else ("", 0.0)
+        if full and message == found[0].message and time.monotonic() - at_s < JUST_S:
+            shown = text.replace(_marked(full), _marked(wrapped(_short(found[0]), _WIDTH, "  ")))
+        self._write("\n" + shown)
         with contextlib.suppress(OSError):
             if not self.quiet:  # first: the launcher reads it once there is a verdict
                 files.write(self.run_dir, PRINTED_ON, stderr_id().encode())

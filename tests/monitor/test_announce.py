@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
@@ -54,6 +55,34 @@ def test_the_summary_has_the_order_of_diagnose(tmp_path: Path, capfd: pytest.Cap
         "[distdiag] █ ERROR mismatch/shape  mismatch",
         "[distdiag]   error rank_lost: rank_lost",
     ]
+
+
+@pytest.mark.parametrize(
+    ("later_s", "message", "times"),
+    [(2.0, "rank 1 was killed", 1), (2.0, "by SIGKILL", 2), (60.0, "rank 1 was killed", 2)],
+)
+def test_a_crash_is_printed_in_full_once_unless_it_has_changed_or_is_old(
+    later_s: float,
+    message: str,
+    times: int,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lost = Finding(
+        kind="rank_lost", cause="killed", severity=Severity.ERROR, certainty=Certainty.PROVED, culprits=(1,),
+        message="rank 1 was killed", advice="look for the killer",
+    )  # fmt: skip
+    announcer, now_s = Announcer(tmp_path, quiet=False), time.monotonic()
+    announcer.finding(lost)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + later_s)
+    announcer.summary(
+        Diagnosis(source=lambda file: None, state=State.FAILED), (msgspec.structs.replace(lost, message=message),)
+    )
+    printed = capfd.readouterr().err
+    assert printed.count("look for the killer") == times and message in printed
+    assert "[distdiag] 1 error found:\n" in printed
+    assert "look for the killer" in (tmp_path / "verdict.txt").read_text()
 
 
 def test_a_stall_replaced_by_a_deadlock_needs_no_correction(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
