@@ -11,6 +11,7 @@ from distdiag.diagnosis.model.snapshot import (
     Call,
     Life,
     RankState,
+    Site,
     Snapshot,
 )
 from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, timeout
@@ -44,6 +45,19 @@ def test_a_timeout_names_the_late_rank() -> None:
     )
     f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
+
+
+def test_a_start_that_times_out_names_the_rank_that_was_never_seen() -> None:
+    text = "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 2/3 clients joined."
+    name, site = "init_process_group 1", Site("/job/begin.py", 6, "main")
+    call = Call(op="init_process_group", group=name, seq=1, entered_s=3.0, site=site)
+    failed = {"life": Life.CRASHED, "exception": text, "current_site": site, "calls": (call,), "enqueued": {name: 1}}
+    s = job(*(rank(q, ended_s=64.0 + q, **failed) for q in (0, 1)), world_size=3)
+    f = only(ended(s, late=((2,), (0, 1))))
+    assert f.message == (
+        "init_process_group() timed out on ranks 0, 1 at begin.py:6 in main: rank 2 was never seen and had not come to it for 61 s"
+    )
+    assert (f.kind, f.culprits, f.certainty, f.where) == ("timeout", (2,), "suspected", ())
 
 
 def test_a_timeout_raised_by_user_code_is_a_crash() -> None:
