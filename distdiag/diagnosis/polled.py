@@ -11,10 +11,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from distdiag.diagnosis.culprit.paths import returns_before
-from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Guard, GuardKind
+from distdiag.diagnosis.model.guards import Guard, GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import DEAD, RankState, Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, Source, tree_of
 from distdiag.diagnosis.text.phrases import at
@@ -35,16 +34,12 @@ def polled_loop(site: Site | None, source: Source) -> tuple[str, Site, bool] | N
 
     A loop polls if it sleeps between its tests; one that tests a clock ends by itself.
     """
-    tree = tree_of(site.file, source) if site is not None else None
-    if site is None or tree is None:
-        return None
-    loop = next((g for g in reversed(guarding.guards(tree, site.line)) if g.kind is GuardKind.INSIDE), None)
+    guards = on_stack((site,), source) if site is not None else ()
+    loop = next((guard for guard in reversed(guards) if guard.kind is GuardKind.INSIDE), None)
     if loop is None or not isinstance(loop.node, ast.While) or isinstance(loop.node.test, ast.Constant):
         return None
-    text = guarding.text_of(loop, source(site.file) or "")
     naps = any(isinstance(x, ast.Call) and syntax.name_of(x.func) == "sleep" for x in ast.walk(loop.node))
-    polls = naps and not rank_tests.reads_clock(loop.node.test, source(site.file) or "")
-    return text, Site(site.file, loop.line, site.function), polls
+    return loop.text, loop.place, naps and not rank_tests.reads_clock(loop.node.test, loop.source)
 
 
 def keys_text(waiting: Sequence[RankState], others: Iterable[RankState]) -> str:
@@ -133,10 +128,8 @@ def _similar(key: str, states: Iterable[RankState]) -> list[RankState]:
 
 def caught_around(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
     """Return (text, site) of the innermost `except` around the frames of a stack after which the script goes on."""
-    for site, text, guard in guarding.along(stack, source):
-        if guard.kind is GuardKind.PASSED and isinstance(guard.node, ast.ExceptHandler):
-            return guarding.text_of(guard, text), Site(site.file, guard.line, site.function)
-    return None
+    around = (guard for guard in reversed(on_stack(stack, source)) if guard.kind is GuardKind.PASSED)
+    return next(((x.text, x.place) for x in around if isinstance(x.node, ast.ExceptHandler)), None)
 
 
 def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
@@ -145,10 +138,10 @@ def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | No
     Args:
         stack: The user's frames of the rank that polls, innermost first.
     """
-    for frame, text, guard in guarding.along(stack, source):
-        if rank_tests.reads_rank(guard.test, rank_tests.rank_variables(text)):
-            for handler in _handlers(tree_of(frame.file, source), guard):
-                return syntax.code_of_line(text, handler.lineno).removesuffix(":"), Site(frame.file, handler.lineno)
+    for guard in (x for x in on_stack(stack, source)[::-1] if x.on_rank):
+        for handler in _handlers(tree_of(guard.site.file, source), guard):
+            text = syntax.code_of_line(guard.source, handler.lineno).removesuffix(":")
+            return text, Site(guard.site.file, handler.lineno)
     return None
 
 
@@ -186,7 +179,7 @@ def _polled_names(stack: Sequence[Site], source: Source, key: bool) -> set[str]:
             handed = (word for x in calls for word in ([*x.args, *(k.value for k in x.keywords)] if key else [x]))
             names |= set().union(*(_handed(word, modules) for word in handed))
         else:
-            loops = (g.node for g in guarding.guards(tree, site.line) if g.kind is GuardKind.INSIDE)
+            loops = (guard.node for guard in on_stack((site,), source) if guard.kind is GuardKind.INSIDE)
             names |= set().union(*(_handed(x.test, modules) for x in loops if isinstance(x, ast.While)))
         function = syntax.function(tree, site.line)
         if function is None or not names & {x.arg for x in function.args.args} - {"self"}:

@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
-from distdiag.diagnosis.model.guards import GuardKind
+from distdiag.diagnosis.model.guards import GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import RankState, Site
 from distdiag.diagnosis.model.syntax import Source
 
@@ -36,13 +35,9 @@ def filled_by(late: RankState, waiting: Iterable[RankState], source: Source) -> 
     if not found:
         return None
     put = found[min(found)]
-    tree, text = syntax.tree_of(put.file, source), source(put.file) or ""
-    guards = guarding.guards(tree, put.line) if tree is not None else ()
-    past = next(
-        (g for g in reversed(guards) if g.kind in (GuardKind.PASSED, GuardKind.HOLDS) and g.test is not None), None
-    )
-    at = Site(put.file, past.line, put.function) if past is not None else None
-    return Filled(name, sorted(found), put, guarding.text_of(past, text) if past is not None else "", at)
+    guards = (x for x in reversed(on_stack((put,), source)) if x.kind in (GuardKind.PASSED, GuardKind.HOLDS))
+    past = next((guard for guard in guards if guard.test is not None), None)
+    return Filled(name, sorted(found), put, *((past.text, past.place) if past is not None else ("", None)))
 
 
 def _puts(name: str, stack: Sequence[Site], source: Source) -> Iterator[Site]:

@@ -589,50 +589,6 @@ def test_a_rank_that_has_ended_a_step_since_its_last_call_is_in_that_loop_anew(e
     assert f.culprits == (1,) and f.message.startswith(head)
 
 
-@pytest.mark.parametrize(
-    ("after", "rounds", "culprits"), [("return out", 6, (1,)), ("return out", 2, ()), ("log(out)", 6, ())]
-)
-def test_of_two_ranks_the_one_that_tries_again_is_the_culprit(
-    after: str, rounds: int, culprits: tuple[int, ...]
-) -> None:
-    """Where nothing ends the attempts after a success, or no round was seen, both may be what the program does."""
-    text, at = places(f"""
-    def robust(save):
-        for attempt in range(3):
-            try:
-                out = save()  # A
-                {after}
-            except OSError as e:
-                log(e)
-    def save():
-        all_gather(names)  # B
-    def main():
-        for batch in batches:
-            loss.backward()  # C
-            robust(save)  # D
-    """)
-    inner = tuple(Site(FILE, at[m], f) for m, f in (("B", "save"), ("A", "robust"), ("D", "main")))
-    backward = Site(FILE, at["C"], "main")
-    before = call("all_gather", 89, inner[0], entered_s=40.0)
-    ends = ((call(seq=90, site=backward), (backward,)), (call("all_gather", 90, inner[0], entered_s=45.0), inner))
-    ranks = (
-        rank(
-            r,
-            c,
-            calls=(before, c),
-            user_stack=stack,
-            step=5,
-            sites={key(backward): 9 * rounds, key(inner[0]): rounds + r},
-        )
-        for r, (c, stack) in enumerate(ends)
-    )
-    f = only(snapshot(*ranks), source={FILE: text}.get)
-    assert f.culprits == culprits
-    if culprits:
-        assert f.message.startswith("rank 1 made all_gather") and "once more: `except OSError as e`" in f.message
-        assert "repeat no function that makes a collective on one rank alone" in f.advice
-
-
 def test_no_condition_is_blamed_for_what_a_finaliser_does_on_some_ranks_only() -> None:
     text, at = places("""
     class Cache:
@@ -664,7 +620,3 @@ def test_no_condition_is_blamed_for_what_a_finaliser_does_on_some_ranks_only() -
     kept = rank(2, call("all_reduce", 9, outer), calls=tuple(made), sites=sites, user_stack=(outer,))
     f = only(snapshot(*freed, kept), source={FILE: text}.get)
     assert (f.kind, f.culprits) == ("deadlock", (2,)) and "self.closed" not in f.message + str(f.advice)
-    assert (
-        "ranks 0, 1 make that barrier in `__del__` at train.py:7" in f.message
-        and "no collective in `__del__`" in str(f.advice)
-    )

@@ -8,7 +8,6 @@ import pytest
 
 from distdiag.diagnosis.culprit.paths import call_under_rank
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.guards import made_anew
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
 from distdiag.diagnosis.rules import stall
@@ -156,21 +155,6 @@ WRAPPER = dedent("""\
 def test_the_condition_around_one_call_of_a_wrapper(text: str, rank: int, line: int | None) -> None:
     found = call_under_rank(Site(FILE, 2, "barrier"), [FILE], rank, {FILE: text}.get)
     assert (found.line if found is not None else None) == line
-
-
-ANEW = dedent("""\
-    def forward(self, piece):
-        if piece.abs().max() < 1e-6:
-            return torch.zeros(4)
-        return self.mix(piece)
-""")
-
-
-def test_the_condition_under_which_a_function_returns_a_new_tensor() -> None:
-    found = made_anew(ANEW)
-    assert found is not None and found.line == 2
-    assert made_anew(ANEW + ANEW) is None
-    assert made_anew(ANEW.replace("self.mix(piece)", "torch.ones(4)")) is None
 
 
 KEYED = dedent("""\

@@ -155,7 +155,7 @@ def test_a_call_in_an_expression_that_asks_for_the_rank_is_found(line: str, cond
     text, at = places(EXPRESSION.format(line))
     mine = [Site(FILE, at["A"], "evaluate"), Site(FILE, at["B"], "main")]
     c = rank_condition(mine, [Site(FILE, at["C"], "main")], {FILE: text}.get)
-    assert c == (None if condition is None else Condition(FILE, at["B"], condition))
+    assert c == (None if condition is None else Condition(FILE, at["B"], condition, on_rank=True))
 
 
 LEFT = """
@@ -291,14 +291,12 @@ def test_the_advice_for_a_call_of_one_rank_says_how_to_make_it_equal(wrapped: bo
     )
     (f,) = proved(s, source={FILE: text}.get)
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "op", (0,))
-    guard = "`if rank == 0` at train.py:2"
+    guard = "`if rank == 0` at line 2"
     if wrapped:  # DDP broadcasts the buffers in its forward, so the forward itself must change
         assert f.advice.startswith("on rank 0 call the module inside DDP (`model.module(...)` at train.py:4")
         assert guard in f.advice
     else:
-        assert (
-            f.advice == f"make broadcast at train.py:4 in evaluate on all ranks or on none: {guard} keeps it to rank 0"
-        )
+        assert f.advice == f"make broadcast at train.py:4 on all ranks or on none: {guard} keeps it to rank 0"
 
 
 @pytest.mark.parametrize(
@@ -331,10 +329,10 @@ def test_an_early_return_blames_the_rank_that_its_condition_names(guard: str, cu
     )
     (f,) = proved(s, source={FILE: text}.get)
     assert f.culprits == (culprit,)
-    guarded = f"`{guard.removesuffix(':')}` at train.py:2"
+    guarded = f"`{guard.removesuffix(':')}` at line 2"
     if culprit == 1:
         assert f.message.startswith(f"rank 1 skipped all_reduce (train.py:4): `{guard.removesuffix(':')}` (line 2); ")
-        assert f.advice.endswith(f"on all ranks or on none: {guarded} lets rank 1 leave before it")
+        assert f.advice.endswith(f"on all ranks or on none: {guarded} leads rank 1 past it")
     else:
         assert f.message.startswith("only rank 0 made ") and f": `{guard.removesuffix(':')}` (line 2); " in f.message
         assert f.advice.endswith(f"on all ranks or on none: {guarded} keeps it to rank 0")

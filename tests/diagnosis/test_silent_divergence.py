@@ -152,8 +152,6 @@ def test_a_condition_that_the_others_have_not_reached_does_not_count() -> None:
     found = only(snapshot(*others, culprit), source={FILE: HALO}.get)
     assert found.culprits == (2,)
     assert "p.grad is not None" not in found.message
-    assert "rank 2 has left `loss.backward()` at train.py:14 in main without that all_gather" in found.message
-    assert "the backward of Gather did not run" in found.message
 
 
 RELAY = dedent("""\

@@ -10,21 +10,18 @@ from functools import partial
 from distdiag.diagnosis.culprit import callers, divergence, paths
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.paths import Condition, Way
-from distdiag.diagnosis.culprit.rhythm import ROUNDS
-from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site, lines_of
-from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
 from distdiag.diagnosis.text.incident import implicit_text
-from distdiag.diagnosis.text.phrases import at, op_at, site_text
+from distdiag.diagnosis.text.phrases import op_at
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import call_at
 
 
 def on_rank(case: Case) -> Testimony | None:
-    """Accuse the ranks that a condition on the rank names, if exactly one of two sides is under one; else those that try again."""
+    """Accuse the ranks that a condition on the rank names, if exactly one of two sides is under one."""
     firsts = [side[0] for side in case.sides]
     if len(firsts) != 2 or not all(rank in case.states for rank in firsts):
         return None
@@ -32,54 +29,15 @@ def on_rank(case: Case) -> Testimony | None:
         return None
     mine, theirs = (_stack(case, rank) for rank in firsts)
     found = paths.led_away(mine, theirs, case.source)
-    if found is None:
-        return _retried(case)
-    condition, nth = found
-    ranks = case.sides[nth]
-    advice = _advice_on_rank(case, condition, ranks, case.sides[1 - nth])
-    return Testimony(ranks=tuple(ranks), advice=advice, conditions=(condition,))
-
-
-def _retried(case: Case) -> Testimony | None:
-    """Accuse the side that makes once more what all have made, after an exception: without one it would be done with it.
-
-    That it is made once, and not by a loop around, its earlier rounds show.
-    """
-    for ranks in case.sides:
-        known = case.states[ranks[0]].sites.get(case.here[ranks[0]] or "", 0) > ROUNDS
-        found = _between(case, ranks) if known else []
-        if [c.way for c in found] == [Way.AGAIN] and paths.tried_until_success(found[0], case.source):
-            return _testimony(case, found, ranks)
-    return None
-
-
-def _advice_on_rank(case: Case, condition: Condition, ranks: Sequence[int], rest: Sequence[int]) -> str:
-    """Return what to do about a condition on the rank that keeps a call to `ranks`, or lets them leave before one."""
-    who, own = rank_list(ranks), case.wait.calls[ranks[0]]
-    guard = f"`{condition.text}`{at(condition.site)}"
-    if condition.way is Way.LEFT:
-        return f"let all ranks leave that loop in the same round (all_reduce what {guard} tests): it lets {who} leave alone"
-    if condition.way is Way.SKIPPED:
-        other = case.wait.calls[rest[0]]
-        missed = f"{compatible.op_name(other.op)}{at(other.site)}"
-        return f"make {missed} on all ranks or on none: {guard} lets {who} leave before it"
-    advice = f"make {compatible.op_name(own.op)}{at(own.site)} on all ranks or on none: {guard} keeps it to {who}"
-    if implicit_text(case.states.get(ranks[0]), own) and compatible.op_name(own.op) == "broadcast":
-        advice = (
-            f"on {who} call the module inside DDP (`model.module(...)`{at(own.site)}), which communicates nothing, or let "
-            f"all ranks run what {guard} keeps to {who}"
-        )
-    return advice
+    return _testimony(case, found[:1], case.sides[found[1]]) if found is not None else None
 
 
 def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the conditions that can have led these ranks, or without any the two sides, to another call."""
     if ranks:
-        if (finalised := _finalised(case, ranks)) is not None:
-            return finalised
         if (parted := _earlier(case, ranks)) is not None:
             return _at_departure(case, ranks, *parted)
-        return _testimony(case, _between(case, ranks), ranks) or _left_backward(case, ranks)
+        return _testimony(case, _between(case, ranks), ranks)
     if not (found := tied(case)):
         return None
     first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
@@ -92,25 +50,6 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
             "failure before they go on (all_reduce a flag)"
         )
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
-
-
-def _finalised(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return that only one side's call runs in a finaliser: no condition in it has led the other side past it."""
-    if ranks[0] not in case.states:
-        return None
-    for rank in (q for q in sorted(case.wait.calls) if q in case.states and q not in ranks):
-        at_line = next((x for x in _stack(case, rank) if x.function == "__del__"), None)
-        if at_line is None or any(x.function == "__del__" for x in _stack(case, ranks[0])):
-            return None
-        op, whose = compatible.op_name(case.wait.calls[rank].op), rank_list(sorted({*case.wait.calls} - {*ranks}))
-        return Testimony(
-            ranks=tuple(ranks),
-            text=f"; {whose} {'makes' if whose.startswith('rank ') else 'make'} that {op} in `__del__`{at(Site(at_line.file, at_line.line))}: Python runs it when the last "
-            "reference to the object is gone, which need not be at the same place on all ranks",
-            advice=f"make no collective in `__del__`: call the function that makes {op} explicitly, at the same place on all ranks; on {rank_list(ranks)} "
-            "something may still hold the object (a closure, a list, a cycle)",
-        )
-    return None
 
 
 def _earlier(case: Case, ranks: Sequence[int]) -> tuple[Call, Call] | None:
@@ -153,7 +92,7 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
     state, source, main = case.states.get(ranks[0]), case.source, case.main(ranks)
     if state is None or not main.ranks:
         return None
-    stack = callers.call_stack(state.user_stack, state.host_stack, source)
+    stack = _frames(case, ranks[0])
     if main.p2p:
         # the site of its newest message of this kind, else of another rank of the ring, if that is in a function on its stack
         wanted = main.ranks[0], main.group, messages.OPPOSITE[main.key[2]]
@@ -171,8 +110,7 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
     site = next((call.site for rank in main.ranks if (call := main.calls.get(rank)) is not None), None)
     victims = (case.states[q] for q in sorted(case.incident.victims - set(ranks)))
     there = [v.rank for v in victims if v.blocked is not None and v.blocked.site == site]
-    known = [case.states[q] for q in [*main.ranks, *there][: callers.COMPARED] if q in case.states]
-    waiting = {v.rank: callers.call_stack(v.user_stack, v.host_stack, source) for v in known}
+    waiting = {q: _frames(case, q) for q in [*main.ranks, *there][: callers.COMPARED] if q in case.states}
     if not waiting:
         return None
     there = waiting[callers.nearest(stack, waiting, source)]
@@ -183,20 +121,14 @@ def past_the_call(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 def _kept_to_some(case: Case) -> Testimony | None:
     """Return the condition on the rank that keeps the one collective of a cycle to the ranks in it, and not to those that it waits for."""
-    found: dict[Condition, tuple[tuple[int, ...], Call]] = {}
+    found: dict[Condition, tuple[list[int], Call]] = {}
     for wait in case.incident.waits:
-        inside, missing = (
-            [q for q in sorted(x) if q in case.states] for x in (wait.ranks, wait.missing & case.incident.members)
-        )
-        if wait.p2p or not inside or not missing or inside[0] not in wait.calls:
-            continue
-        mine, theirs = (
-            callers.call_stack(case.states[q].user_stack, case.states[q].host_stack, case.source)
-            for q in (inside[0], missing[0])
-        )
-        condition = paths.rank_condition(mine, theirs, case.source)
-        if condition is not None and condition.way is Way.ALONE:
-            found[condition] = tuple(inside), wait.calls[inside[0]]
+        inside = [q for q in sorted(wait.calls) if q in case.states]
+        missing = [q for q in sorted(wait.missing & case.incident.members) if q in case.states]
+        if inside and missing and not wait.p2p:
+            condition = paths.rank_condition(_frames(case, inside[0]), _frames(case, missing[0]), case.source)
+            if condition is not None and condition.way is Way.ALONE:
+                found[condition] = inside, wait.calls[inside[0]]
     if len(found) != 1:
         return None
     ((condition, (inside, call)),) = found.items()
@@ -223,10 +155,10 @@ def _testimony(case: Case, found: Sequence[Condition], ranks: Sequence[int]) -> 
         return None
     main = case.main(ranks)
     rank, call = next(((q, call) for q, call in main.calls.items() if q not in ranks), (-1, None))
+    if (alone := found[0].way in (Way.ALONE, Way.AGAIN)) and ranks:
+        rank, call = ranks[0], case.calls.get(ranks[0])
     ddp = call is not None and bool(implicit_text(case.states.get(rank), call))
-    if found[0].way in (Way.ALONE, Way.AGAIN):
-        call = case.calls.get(ranks[0]) if ranks else None
-    elif main.p2p and call is not None:  # its own half of the message
+    if main.p2p and call is not None and not alone:  # its own half of the message
         call = Call(op=messages.OPPOSITE[main.key[2]], group=main.group, peer=rank)
     inside = call is not None and not ddp and callers.is_inside(call, case.source)
     advice = decision_advice(found[0], ranks, call, ddp, inside) if len(found) == 1 else ""
@@ -327,33 +259,9 @@ def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bo
     return bool(keys) and all(mine.get(key, 0) >= theirs[key] for key in keys)
 
 
-def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return that a rank has left a `backward()` in which another rank is, in the backward of an autograd function."""
-    others = [rank for rank in sorted(case.wait.calls) if rank in case.states and rank not in ranks]
-    source = case.source
-    if not others or ranks[0] not in case.states or not _ahead(case, ranks[0], others[0]):
-        return None
-    mine, theirs = (_stack(case, q) for q in (ranks[0], others[0]))
-    calling = (pair for pair in itertools.pairwise(theirs) if ".backward(" in line_at(pair[1], source))
-    callee, outer = next(calling, (None, None))
-    if callee is None or outer is None or callee.function != "backward":
-        return None
-    if not any((x.file, x.function) == (outer.file, outer.function) and x.line > outer.line for x in mine):
-        return None
-    who, op, file = rank_list(ranks), compatible.op_name(case.wait.calls[others[0]].op), theirs[0].file
-    function = syntax.class_around(syntax.tree_of(file, source), theirs[0].line)
-    what, made = f"the backward of {function}" if function else "that backward", ""
-    if (anew := guarding.made_anew(source(file) or "")) is not None:
-        test = guarding.text_of(anew, source(file) or "")
-        made = (
-            f"; {site_text(Site(file, anew.line))} decides whether a new tensor, without a graph, is returned: `{test}`"
-        )
-    return Testimony(
-        ranks=tuple(ranks),
-        text=f"; {who} has left `{line_at(outer, source)}`{at(outer)} without that {op}: {what} did not run{made}",
-        advice=f"keep {who}'s result in the graph: {what} runs only where its forward's input needs a gradient; look for a "
-        "tensor that the model makes anew (zeros, detach, no_grad) on some ranks, and add the computed one times 0",
-    )
+def _frames(case: Case, rank: int) -> tuple[Site, ...]:
+    state = case.states[rank]
+    return callers.call_stack(state.user_stack, state.host_stack, case.source)
 
 
 def _stack(case: Case, rank: int) -> tuple[Site, ...]:
@@ -362,5 +270,5 @@ def _stack(case: Case, rank: int) -> tuple[Site, ...]:
     site = call.site if call is not None else None
     sampled = site is None or [(f.file, f.line) for f in state.user_stack[: len(site.path)]] == lines_of(site.key)
     if site is None or (sampled and not callers.torn(state.user_stack, case.source)):
-        return callers.call_stack(state.user_stack, state.host_stack, case.source)
+        return _frames(case, rank)
     return callers.with_callers((*site.path, *state.user_stack[len(site.path) :]), case.source)

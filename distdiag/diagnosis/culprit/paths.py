@@ -7,18 +7,16 @@ anything (a loss, an exception, a loop that ends earlier): it explains a culprit
 from __future__ import annotations
 
 import ast
-import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.callers import function_key
-from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
-from distdiag.diagnosis.model.guards import Guard, GuardKind
+from distdiag.diagnosis.model.guards import Guard, GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import Site
-from distdiag.diagnosis.model.syntax import LOOPS, Source, tree_of
+from distdiag.diagnosis.model.syntax import Source, tree_of
 
 SHOWN = 2  # conditions, if several are possible
 _LEAVES = (ast.Break, ast.Return, ast.Expr)  # statements that leave a loop; the last is a call that ends the process
@@ -43,48 +41,37 @@ class Condition(NamedTuple):
     line: int
     text: str
     way: Way = Way.ALONE
+    on_rank: bool = False  # it tests the rank
 
     @property
     def site(self) -> Site:
         return Site(self.file, self.line)
 
 
-class _Placed(NamedTuple):
-    """A guard of one rank's path.
-
-    Attributes:
-        text: Its file's.
-        shared: The other rank is in the same function.
-        given: Names that files of the stack hand on with a comparison of the rank: `Log(enabled=rank == 0)`.
-    """
-
-    guard: Guard
-    site: Site
-    text: str
-    shared: bool
-    given: frozenset[str]
-
-    def key(self, kind: GuardKind) -> object:
-        """Return the key of the same statement as a guard of this kind: a loop around a line, or one that ended."""
-        return self.guard._replace(kind=kind).key
+def _condition(guard: Guard, way: Way) -> Condition:
+    return Condition(guard.site.file, guard.line, guard.text, way, guard.on_rank)
 
 
 class _Path(NamedTuple):
     """The guards of one rank's call that are not guards of the other's, outermost first.
 
     Attributes:
-        common: The guards of both, in their common function.
-        others: Keys of all guards of the other rank in the common function.
-        returned: True if the other has gone on to a later line of the common function, from what this rank is
-            in below it.
+        own: In the innermost function that both are in, and below it.
+        others: Keys of all guards of the other rank in that function.
+        depth: Of that function on the stack; -1 if they are in different functions that one line has called.
+        returned: True if the other has gone on to a later line of that function, from what this rank is in below it.
         once: No loop is around both: neither has been further than it is now.
     """
 
-    own: list[_Placed]
-    common: list[_Placed]
-    others: frozenset[object]
+    own: list[Guard]
+    others: Collection[object]
+    depth: int
     returned: bool
     once: bool
+
+    def has_left(self, loop: Guard) -> bool:
+        """True if the other rank is past this loop, in the function of both."""
+        return loop.depth == self.depth and loop.key(GuardKind.ENDED) in self.others
 
 
 def _from_one_caller(mine: Sequence[Site], theirs: Sequence[Site]) -> tuple[Sequence[Site], Sequence[Site]]:
@@ -102,62 +89,21 @@ def _from_one_caller(mine: Sequence[Site], theirs: Sequence[Site]) -> tuple[Sequ
 
 def _path(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Path:
     """Return the path of the first of two ranks from the point where their stacks differ."""
-    a, b = list(reversed(mine)), list(reversed(theirs))
+    a, b = mine[::-1], theirs[::-1]
     start = callers.equal_start(a, b)
     together = start < min(len(a), len(b)) and function_key(a[start], source) == function_key(b[start], source)
-    frames, others = ([_guards(s, i, source, together and i == start) for i in range(start, len(s))] for s in (a, b))
-    shared = {p.guard.key: p.guard.upto for p in others[0]} if together else {}
+    depth = start if together else -1
+    guards, others = on_stack(mine, source), [g for g in on_stack(theirs, source) if g.depth >= start]
     # a helper that both ranks run has led neither away
-    helped = {(p.site.file, p.guard.key): p.guard.upto for p in itertools.chain(*others) if not p.shared}
+    passed = {(g.site.file, g.depth == depth, g.key()): g.upto for g in others}
 
-    def passed_by_both(p: _Placed) -> bool:
-        upto = shared.get(p.guard.key) if p.shared else helped.get((p.site.file, p.guard.key))
-        return upto is not None and upto >= p.guard.upto
+    def by_both(g: Guard) -> bool:
+        return passed.get((g.site.file, g.depth == depth, g.key()), -1) >= g.upto
 
-    own = [p for p in itertools.chain(*frames) if not passed_by_both(p)]
-    common = [p for p in frames[0] if p.guard.key in shared] if together else []
-    around = (p for i in range(start) for p in _guards(a, i, source, False))
-    once = not any(p.guard.kind is GuardKind.INSIDE for p in (*around, *common))
-    return _Path(own, common, frozenset(shared), together and b[start].line > a[start].line, once)
-
-
-def _guards(frames: Sequence[Site], i: int, source: Source, shared: bool) -> list[_Placed]:
-    site, callee = frames[i], frames[i + 1].function if i + 1 < len(frames) else ""
-    tree = tree_of(site.file, source)
-    if tree is None:
-        return []
-    given = frozenset().union(*(rank_tests.given(source(file) or "") for file in {frame.file for frame in frames}))
-    found = guarding.guards(tree, site.line, callee)
-    text = source(site.file) or ""
-    return [_Placed(g, site, text, shared, given) for g in found if not guarding.takes_turns(tree, g, site.line)]
-
-
-def takes_turns(site: Site, source: Source) -> bool:
-    """True if a call at a site is under a condition whose opposite has the same call in that function."""
-    tree = tree_of(site.file, source)
-    return tree is not None and any(guarding.takes_turns(tree, g, site.line) for g in guarding.guards(tree, site.line))
-
-
-def _keeps_to_some(guard: Guard) -> bool:
-    """True for a branch that another rank may not need: the other branch calls nothing."""
-    return guard.kind is GuardKind.HOLDS and not guarding.other_branch_calls(guard)
-
-
-def _ways_out(loop: _Placed, by: tuple[type[ast.stmt], ...]) -> Iterator[_Placed]:
-    assert isinstance(loop.guard.node, LOOPS)
-    for way_out, guard in guarding.exits(loop.guard.node.body):
-        if isinstance(way_out, by) and guard is not None:
-            yield loop._replace(guard=guard)
-
-
-def _reads_rank(placed: _Placed) -> bool:
-    variables = rank_tests.rank_variables(placed.text)
-    return rank_tests.reads_rank(placed.guard.test, variables | placed.given)
-
-
-def _condition(placed: _Placed, way: Way) -> Condition | None:
-    text = guarding.text_of(placed.guard, placed.text)
-    return Condition(placed.site.file, placed.guard.line, text, way) if text else None
+    once = not any(g.kind is GuardKind.INSIDE and (g.depth < start or by_both(g)) for g in guards)
+    own = [g for g in guards if g.depth >= start and not by_both(g)]
+    keys = {g.key() for g in others if g.depth == depth}
+    return _Path(own, keys, depth, together and b[start].line > a[start].line, once)
 
 
 # -- conditions on anything --------------------------------------------------------------------------------------------
@@ -192,103 +138,52 @@ def conditions_between(
     Args:
         mine, theirs: The user's frames of two ranks, innermost first. `mine` is empty if that rank has ended.
     """
-    pair = pair or Pair()
+    pair, alive = pair or Pair(), bool(mine)
     mine, theirs = _from_one_caller(mine, theirs)
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
         return []
-    if mine and mine[0] == theirs[0] and (set(mine) <= set(theirs) or set(theirs) <= set(mine)):
-        return []  # one place, and the callers of a rank that was killed are not all known
-    my_path, their_path = _path(mine, theirs, source), _path(theirs, mine, source)
-    held, left_there, tries = _tries(my_path, their_path, pair)
-    if pair.again and not _repeated(theirs, source):
-        tries = [*((Way.LEFT, sort) for sort in _innermost(their_path)), *tries]
-    if pair.stays and not _repeated(mine, source):
-        tries = [*((Way.STAYED, sort) for sort in _innermost(my_path)), *tries]
+    if any(site.function == "__del__" for site in (*mine, *theirs)):
+        return []  # Python runs it when the last reference to the object is gone, which no condition decides
+    path, their_path = _path(mine, theirs, source), _path(theirs, mine, source)
+    # a rank that is still in a helper, which the other has left, may only be later
+    held, *left = ([],) * 4 if pair.ahead and their_path.returned else _sorts(path._replace(returned=False))
+    held_there, *left_there = _sorts(their_path)
+    left_there = [[g for g in sort if not pair.as_often(g.site.file, g.node)] for sort in left_there]
+    # a round that ended early, in a loop that has ended for this rank and has as many rounds on every rank
+    even = (g for g in their_path.own if g.kind is GuardKind.INSIDE and their_path.has_left(g) and not g.can_differ())
+    tries = [
+        *((Way.LEFT, sort) for sort in (_innermost(their_path) if pair.again else ())),
+        *((Way.STAYED, sort) for sort in (_innermost(path) if pair.stays else ())),
+        (Way.ALONE, held), *zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False), (Way.SKIPPED, held_there),
+        *zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False),
+        (Way.ROUND, [g for loop in even for g in loop.ways_out(ast.Continue)]),
+    ]  # fmt: skip
     # no two ranks read the same time, so a test of a clock comes first
-    clocked = [(way, [p for p in sort if rank_tests.reads_clock(p.guard.test, p.text)]) for way, sort in tries]
+    clocked = [(way, [g for g in sort if rank_tests.reads_clock(g.test, g.source)]) for way, sort in tries]
     for way, sort in (*clocked, *tries):
-        found = [p for p in sort if _can_differ(p, bool(mine)) and not (pair.changed and _is_fixed(p))]
-        if found and found[0].guard.kind is GuardKind.INSIDE:
+        found = [g for g in sort if g.can_differ(alive) and not (pair.changed and g.is_fixed)]
+        if found and found[0].kind is GuardKind.INSIDE:
             found = found[:1]  # the outermost of nested loops
-        if pair.alone and sort is held:
-            found = _surely_evaluated(my_path, found, bool(mine))
-        made = ((p, _condition(p, _way_of(p, way, pair.stays))) for p in found)
-        conditions = {c: _reads_rank(p) for p, c in made if c is not None}
-        asked = [c for c, reads in conditions.items() if reads]
-        if conditions and not asked and sort is held:
+        asked, more = [g for g in found if g.on_rank], []
+        if found and sort is held and not asked:
+            if pair.alone and found[0].depth != path.depth:  # the other may never have run the function that this is in
+                around = path.own[: path.own.index(found[0])]
+                found = [*(g for g in around if g.kind is GuardKind.INSIDE and g.can_differ(alive)), *found]
             # or all were in that branch, and this rank has left a loop before it
-            by_data = (_condition(p, Way.LEFT) for p in left_there[-1] if _ends_by_data(p))
-            conditions |= {c: False for c in by_data if c is not None}
-        if conditions:
-            return (asked or list(conditions))[-SHOWN:]
+            more = [_condition(g, Way.LEFT) for g in left_there[-1] if _ends_by_data(g)]
+        if found:
+            return [*(_condition(g, _way_of(g, way, pair.stays)) for g in asked or found), *more][-SHOWN:]
     return []
 
 
-def _way_of(placed: _Placed, way: Way, stays: bool) -> Way:
+def _way_of(guard: Guard, way: Way, stays: bool) -> Way:
     """Return the way of a condition, by what it leads to: a `break` ends the loop, not only this round; a handler may try again."""
-    if isinstance(placed.guard.way_out, ast.Break):
+    if isinstance(guard.way_out, ast.Break):
         return {Way.ALONE: Way.STAYED, Way.SKIPPED: Way.LEFT}.get(way, way)
-    tries_again = stays and way is Way.ALONE and isinstance(placed.guard.node, ast.ExceptHandler)
-    return Way.AGAIN if tries_again else way
+    return Way.AGAIN if stays and way is Way.ALONE and isinstance(guard.node, ast.ExceptHandler) else way
 
 
-def tried_until_success(condition: Condition, source: Source) -> bool:
-    """True if a condition is a handler of a `try` that is left for good once nothing was raised: `try: return save()`."""
-    tree = tree_of(condition.file, source)
-    tries = (x for x in ast.walk(tree) if isinstance(x, ast.Try)) if tree is not None else ()
-    own = next((x for x in tries if any(h.lineno == condition.line for h in x.handlers)), None)
-    last = (own.orelse or own.body)[-1:] if own is not None else ()
-    return any(isinstance(x, (ast.Return, ast.Break)) for x in last)
-
-
-def _tries(
-    my_path: _Path, their_path: _Path, pair: Pair
-) -> tuple[list[_Placed], list[list[_Placed]], list[tuple[Way, list[_Placed]]]]:
-    """Return (branches that only this rank is in, what it can have missed the other's call by, all sorts, the likeliest first)."""
-    # a rank that is still in a helper, which the other has left, may only be later
-    held, *left = _sorts(my_path._replace(returned=False))
-    if pair.ahead and their_path.returned:
-        held, left = [], []
-    held_there, *left_there = _sorts(their_path)
-    left_there = [[p for p in sort if not pair.as_often(p.site.file, p.guard.node)] for sort in left_there]
-    # what ends a round early in a loop of both: a round ago
-    rounds = [p for p in their_path.common if isinstance(p.guard.way_out, ast.Continue)]
-    missed = zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False)
-    others_left = zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False)
-    # the same in a loop that has ended for this rank, and has as many rounds on every rank
-    ended = (
-        p for p in their_path.own if p.guard.kind is GuardKind.INSIDE and p.key(GuardKind.ENDED) in their_path.others
-    )
-    even = (p for p in ended if p.shared and not _can_differ(p, alive=True))
-    shorter = [p for loop in even for p in _ways_out(loop, (ast.Continue,))]
-    tries = [(Way.ALONE, held), *missed, (Way.SKIPPED, held_there), *others_left]
-    return held, left_there, [*tries, (Way.SKIPPED, rounds), (Way.ROUND, shorter)]
-
-
-def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
-    """Return what ends a round early in the innermost loop around a call that was made twice, without what follows in the round."""
-    guards = (p for i in range(len(stack)) for p in reversed(_guards(stack, i, source, False)))
-    loop = next((p for p in guards if p.guard.kind is GuardKind.INSIDE), None)
-    ways = _ways_out(loop, (ast.Continue,)) if loop is not None else ()
-    found = (p for p in ways if _can_differ(p, alive=True) and not _is_fixed(p))
-    return [c for p in found if (c := _condition(p, Way.ROUND)) is not None][-SHOWN:]
-
-
-def returns_before(site: Site, source: Source) -> list[Condition]:
-    """Return the conditions under which a function returns before it reaches a line; those on the rank are left out."""
-    found = (p for p in _guards([site], 0, source, False) if isinstance(p.guard.way_out, ast.Return))
-    by_data = (p for p in found if _can_differ(p, alive=True) and not _reads_rank(p))
-    return [c for p in by_data if (c := _condition(p, Way.SKIPPED)) is not None]
-
-
-def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
-    """True if the first of two ranks is in no branch that the other is not in; False if a source cannot be read."""
-    if any(tree_of(site.file, source) is None for site in (*mine, *theirs)):
-        return False
-    return not any(p.guard.kind is GuardKind.HOLDS for p in _path(mine, theirs, source).own)
-
-
-def _sorts(path: _Path) -> tuple[list[_Placed], ...]:
+def _sorts(path: _Path) -> tuple[list[Guard], ...]:
     """Return the guards by which the other rank can have missed this rank's call, in four lists.
 
     1. Branches around the call; in a function that only this rank is in, also what leaves it before such a branch.
@@ -296,88 +191,63 @@ def _sorts(path: _Path) -> tuple[list[_Placed], ...]:
     3. Each statement that leaves a loop around the call.
     4. Loops around the call that have ended for the other rank.
     """
-    on_rank = (i for i, p in enumerate(path.own) if _keeps_to_some(p.guard) and _reads_rank(p))
-    own = path.own[: next(on_rank, len(path.own)) + 1]  # the other never evaluates what is in a branch for some ranks
-    still_in = [p.guard.node for p in own if p.guard.kind is GuardKind.ENDED and p.key(GuardKind.INSIDE) in path.others]
-    if path.once and still_in:  # nor what comes after a loop that it has not left
-        own = own[
-            : 1 + next(i for i, p in enumerate(own) if p.guard.node is still_in[0] and p.guard.kind is GuardKind.ENDED)
-        ]
-    holds, breaks, ends = [p for p in own if p.guard.kind is GuardKind.HOLDS], [], []
-    passed = (p for p in own if p.guard.kind is GuardKind.PASSED and not isinstance(p.guard.way_out, ast.Raise))
-    skips = [p for p in passed if not any(syntax.within(loop, p.guard.line) for loop in still_in)]
-    for p in own:
-        if p.guard.kind is GuardKind.INSIDE:
-            behind = p.shared and p.key(GuardKind.ENDED) in path.others  # in its function: no `return` leads there
-            breaks += _ways_out(p, (ast.Break,) if behind else _LEAVES)
-            ends += [p] * (behind or (path.returned and not p.shared))
+    # the other never evaluates what is in a branch for some ranks, nor what comes after a loop that it has not left
+    still_in = [g for g in path.own if g.kind is GuardKind.ENDED and g.key(GuardKind.INSIDE) in path.others]
+    last = (g for g in path.own if (g.keeps_to_some and g.on_rank) or (path.once and g in still_in))
+    end = next(last, None)
+    own = path.own[: path.own.index(end) + 1] if end is not None else path.own
+    skips = [g for g in own if g.kind is GuardKind.PASSED and not any(syntax.within(x.node, g.line) for x in still_in)]
+    loops = [g for g in own if g.kind is GuardKind.INSIDE]
+    breaks = [x for g in loops for x in g.ways_out(*((ast.Break,) if path.has_left(g) else _LEAVES))]
+    ends = [g for g in loops if path.has_left(g) or (path.returned and g.depth != path.depth)]
     # what ends a round does not end a loop that the other has left, if that ends by data
-    first = next((i for i, p in enumerate(own) if p in ends and _ends_by_data(p)), len(own))
-    skips = [p for p in skips if p in own[:first]]
+    first = next((own.index(g) for g in ends if _ends_by_data(g)), len(own))
+    skips = [g for g in skips if own.index(g) < first]
+    holds = [g for g in own if g.kind is GuardKind.HOLDS]
     if holds:  # a rank that has left the function before has not evaluated the branch
         before = own[: own.index(holds[-1])]
-        holds = [p for p in own if p in holds or (p in skips and p in before and not p.shared)]
+        holds = [g for g in own if g in holds or (g in skips and g in before and g.depth != path.depth)]
     return holds, skips, breaks, ends
 
 
-def _innermost(path: _Path) -> Iterator[list[_Placed]]:
+def _innermost(path: _Path) -> Iterator[list[Guard]]:
     """Yield what leaves the innermost loop around a call, what leaves the loops around it if it is a `for`, which mostly ends by itself,
-    and the loop; nothing if an exception may have left it."""
-    loops = [p for p in reversed(path.own) if p.guard.kind is GuardKind.INSIDE]
-    if not loops or any(isinstance(p.guard.node, ast.ExceptHandler) for p in path.own):
+    and the loop; nothing if an exception may have left it, or if a comprehension may make the call again."""
+    loops = [g for g in reversed(path.own) if g.kind is GuardKind.INSIDE]
+    may_be_left = (isinstance(g.node, ast.ExceptHandler) or g.kind is GuardKind.REPEATED for g in path.own)
+    if not loops or any(may_be_left):
         return
-    for loop in loops if isinstance(loops[0].guard.node, ast.For) else loops[:1]:
-        yield [*_ways_out(loop, _LEAVES)]
+    for loop in loops if isinstance(loops[0].node, ast.For) else loops[:1]:
+        yield [*loop.ways_out(*_LEAVES)]
     yield loops[:1]
 
 
-def _surely_evaluated(path: _Path, found: list[_Placed], alive: bool) -> list[_Placed]:
-    """Return these branches with the loops around them, if the other rank may never have run the function that they are in."""
-    if not found or found[0].shared or any(_reads_rank(p) for p in found):
-        return found
-    around = path.own[: path.own.index(found[0])]
-    loops = [p for p in around if p.guard.kind is GuardKind.INSIDE and _can_differ(p, alive)]
-    return [p for p in (*loops, *found) if not _reads_gradient(p)]
-
-
-def _repeated(stack: Sequence[Site], source: Source) -> bool:
-    """True if a comprehension on a stack repeats what its site calls: that may be what makes a call again."""
-    for site, callee in zip(stack, ("", *(x.function for x in stack)), strict=False):
-        node = syntax.statement_at(site, source)
-        parts = (x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr)) if node is not None else ()
-        if any(guarding.repeats(x, callee) for part in parts for x in ast.walk(part)):
-            return True
-    return False
-
-
-def _reads_gradient(placed: _Placed) -> bool:
-    """True for a test whether there is a gradient: on all ranks there is, but where parameters are unused."""
-    test = placed.guard.test
-    return test is not None and any(isinstance(x, ast.Attribute) and x.attr == "grad" for x in ast.walk(test))
-
-
-def _ends_by_data(loop: _Placed) -> bool:
+def _ends_by_data(loop: Guard) -> bool:
     """True if a loop over no data set has a test or a `break` that can differ between ranks in one round, so reads no counter."""
-    if isinstance(loop.guard.node, (ast.For, ast.AsyncFor)) and _can_differ(loop, alive=True):
+    if isinstance(loop.node, (ast.For, ast.AsyncFor)) and loop.can_differ():
         return False
-    ends = (*((loop,) if isinstance(loop.guard.node, ast.While) else ()), *_ways_out(loop, (ast.Break,)))
-    return any(_can_differ(p, alive=True) and not rank_tests.reads_counter(p.guard.test) for p in ends)
+    ends = (*((loop,) if isinstance(loop.node, ast.While) else ()), *loop.ways_out(ast.Break))
+    return any(g.can_differ() and not rank_tests.reads_counter(g.test) for g in ends)
 
 
-def _is_fixed(placed: _Placed) -> bool:
-    """True if a guard tests only what is set once in a rank: `if self.last`."""
-    return placed.guard.test is not None and rank_tests.fixed(placed.guard.test, placed.text)
+def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> bool:
+    """True if the first of two ranks is in no branch that the other is not in; False if a source cannot be read."""
+    if any(tree_of(site.file, source) is None for site in (*mine, *theirs)):
+        return False
+    return not any(g.kind is GuardKind.HOLDS for g in _path(mine, theirs, source).own)
 
 
-def _can_differ(placed: _Placed, alive: bool) -> bool:
-    """True if a guard can be what differs; a rank that is alive has not ended its process."""
-    guard, text = placed.guard, placed.text
-    if guard.branch == "decorator":
-        return _reads_rank(placed) or guarding.caches(guarding.text_of(guard, text))
-    if isinstance(guard.node, LOOPS):
-        return rank_tests.can_end_unevenly(guard.node, rank_tests.constants(text))
-    left = alive and syntax.exits_process(guard.way_out)
-    return not left and rank_tests.can_differ(guard.test, rank_tests.constants(text))
+def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
+    """Return what ends a round early in the innermost loop around a call that was made twice, without what follows in the round."""
+    loop = next((g for g in reversed(on_stack(stack, source)) if g.kind is GuardKind.INSIDE), None)
+    found = (g for g in loop.ways_out(ast.Continue) if g.can_differ() and not g.is_fixed) if loop is not None else ()
+    return [_condition(g, Way.ROUND) for g in found][-SHOWN:]
+
+
+def returns_before(site: Site, source: Source) -> list[Condition]:
+    """Return the conditions under which a function returns before it reaches a line; those on the rank are left out."""
+    found = (g for g in on_stack((site,), source) if isinstance(g.way_out, ast.Return))
+    return [_condition(g, Way.SKIPPED) for g in found if g.can_differ() and not g.on_rank]
 
 
 def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[Condition]:
@@ -398,8 +268,7 @@ def left_loop(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> l
 
     Nothing if a loop around both may have brought the other into it once more.
     """
-    mine, theirs = _from_one_caller(mine, theirs)
-    if not mine or not theirs or not _path(theirs, mine, source).once:
+    if not mine or not theirs or not _path(*_from_one_caller(theirs, mine), source).once:
         return []
     found = conditions_between(mine, theirs, source)
     return found if {c.way for c in found} == {Way.LEFT} else []
@@ -417,13 +286,12 @@ def left_around(after: Site | None, due: Site | None, made: Site | None, source:
     places = {(x.file, x.function) for x in ends}
     if len(places) > 1 or any((x.file, x.function) in places for x in here):
         return []
-    around, others = ([p for p in _guards([x], 0, source, True) if p.guard.kind is GuardKind.INSIDE] for x in ends)
-    keys = {p.guard.key for p in others}
-    loop = next((p for p in reversed(around) if p.guard.key in keys), None)
-    for sort in ([*_ways_out(loop, _LEAVES)], [loop]) if loop is not None else ():
-        found = (_condition(p, Way.LEFT) for p in sort if _can_differ(p, alive=True))
-        if conditions := [c for c in found if c is not None]:
-            return conditions[-SHOWN:]
+    around, others = ([g for g in on_stack((x,), source) if g.kind is GuardKind.INSIDE] for x in ends)
+    keys = {g.key() for g in others}
+    loop = next((g for g in reversed(around) if g.key() in keys), None)
+    for sort in ([*loop.ways_out(*_LEAVES)], [loop]) if loop is not None else ():
+        if found := [_condition(g, Way.LEFT) for g in sort if g.can_differ()]:
+            return found[-SHOWN:]
     return []
 
 
@@ -439,25 +307,20 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
     mine, theirs = _from_one_caller(mine, theirs)
     if not mine or not theirs or (mine[-1].file, mine[-1].function) != (theirs[-1].file, theirs[-1].function):
         return None
-    found: _Placed | None = None
-    path = _path(mine, theirs, source)
-    for placed in path.own:
-        if found is not None and placed.site != found.site:
+    path, found = _path(mine, theirs, source), None
+    for guard in path.own:
+        if found is not None and guard.depth != found[0].depth:
             break  # the innermost condition in the outermost function with one
-        guard, ways = placed.guard, []
         if (
-            guard.kind is GuardKind.ENDED and placed.key(GuardKind.INSIDE) in path.others
+            guard.kind is GuardKind.ENDED and guard.key(GuardKind.INSIDE) in path.others
         ):  # a loop that ended, by its `break`
-            ways = [p._replace(guard=p.guard._replace(kind=GuardKind.ENDED)) for p in _ways_out(placed, (ast.Break,))]
-        elif guard.kind is GuardKind.PASSED or _keeps_to_some(guard):
-            ways = [placed]
-        found = next((p for p in ways if _reads_rank(p)), found)
-    if found is None:
-        return None
-    guard = found.guard
-    names_it = rank_tests.names_one_rank(guard.test) is (guard.branch == "body")
-    leaves = guard.kind is GuardKind.PASSED and names_it
-    return _condition(found, Way.SKIPPED if leaves else Way.LEFT if guard.kind is GuardKind.ENDED else Way.ALONE)
+            ways = [(x, Way.LEFT) for x in guard.ways_out(ast.Break)]
+        else:
+            names_it = rank_tests.names_one_rank(guard.test) is (guard.branch == "body")
+            way = Way.SKIPPED if guard.kind is GuardKind.PASSED and names_it else Way.ALONE
+            ways = [(guard, way)] if guard.kind is GuardKind.PASSED or guard.keeps_to_some else []
+        found = next(((g, way) for g, way in ways if g.on_rank), found)
+    return _condition(*found) if found is not None else None
 
 
 def led_away(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> tuple[Condition, int] | None:
@@ -476,17 +339,10 @@ def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition 
     Args:
         callee: What the site calls, if that may be under a condition in its line: `f() if first else None`.
     """
-    tree = tree_of(site.file, source) if site is not None else None
-    if site is None or tree is None:
-        return None
     kinds = (ast.If, ast.IfExp) if callee else ast.If
-    around = [
-        g for g in guarding.guards(tree, site.line, callee) if g.kind is GuardKind.HOLDS and isinstance(g.node, kinds)
-    ]
-    held = [g for g in around if g.branch == "body"]
-    if not held:
-        return None
-    return Condition(site.file, held[-1].line, guarding.text_of(held[-1], source(site.file) or ""))
+    around = on_stack((site,), source, callee) if site is not None else ()
+    held = [g for g in around if g.kind is GuardKind.HOLDS and isinstance(g.node, kinds) and g.branch == "body"]
+    return _condition(held[-1], Way.ALONE) if held else None
 
 
 def call_under_rank(site: Site, files: Collection[str], rank: int, source: Source) -> Condition | None:
@@ -504,10 +360,10 @@ def call_under_rank(site: Site, files: Collection[str], rank: int, source: Sourc
     while todo:
         callee, depth = todo.pop()
         for caller in (c for file in files for c in callers.calls_of(callee, source, file)):
-            guards = _guards((caller, callee), 0, source, False)
-            held = next((p for p in guards if _keeps_to_some(p.guard) and _reads_rank(p)), None)
-            if held is not None and (condition := _condition(held, Way.ALONE)) is not None:
-                found[condition] = rank_tests.may_hold_on(held.guard.test, rank)
+            guards = on_stack((callee, caller), source)
+            held = next((g for g in guards if g.depth == 0 and g.keeps_to_some and g.on_rank), None)
+            if held is not None:
+                found[_condition(held, Way.ALONE)] = rank_tests.may_hold_on(held.test, rank)
             elif (caller.file, caller.function) not in seen and depth < CALLERS:
                 seen.add((caller.file, caller.function))
                 todo.append((caller, depth + 1))
@@ -522,7 +378,5 @@ def only_under(name: str, file: str, source: Source) -> Condition | None:
     if len(calls) != 1:
         return None
     site = Site(file, calls[0].lineno)
-    if (around := enclosing(site, source, name)) is not None:
-        return around
     before = returns_before(site, source)
-    return before[0] if len(before) == 1 else None
+    return enclosing(site, source, name) or (before[0] if len(before) == 1 else None)

@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 from distdiag.diagnosis.culprit.callers import function_key
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Guard, GuardKind
+from distdiag.diagnosis.model.guards import Guard, GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import RankState, Site
 from distdiag.diagnosis.model.syntax import LOOPS, name_of
 from distdiag.diagnosis.text.incident import verb
@@ -26,7 +25,6 @@ from distdiag.diagnosis.text.phrases import at
 from distdiag.terms.operations import family
 
 _MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "backward"}
-_PARTS = {"parameters", "named_parameters", "buffers", "modules", "children"}  # of a module, as many in each round
 _OF_OBJECT = re.compile(r"[A-Za-z_]\w*\.(.+)")
 _KNOWN = frozenset(dir(builtins))
 
@@ -62,7 +60,7 @@ def accuse(case: Case) -> Testimony | None:
     (extra,) = extras.values()
     if not all(_is_false(extra, case.states[q], case) for q in loop.ahead):
         return None
-    condition = f"`{guarding.text_of(extra, loop.text)}`{at(Site(loop.file, extra.line))}"
+    condition = f"`{extra.text}`{at(Site(loop.file, extra.line))}"
     return Testimony(
         ranks=tuple(loop.behind),
         text=f"; {rank_list(loop.ahead)} {verb(loop.ahead, 'has', 'have')} made that call{place} in the same round; only "
@@ -107,10 +105,9 @@ def _counter(loop: ast.For | ast.AsyncFor | ast.While, state: RankState, depth: 
 
 def _skips(loop: _Loop, state: RankState, case: Case) -> Iterator[Guard]:
     """Yield what can have kept a rank from a call in a round, on the path to it."""
-    stack = state.user_stack[: len(state.user_stack) - loop.depth]
-    for site, text, guard in guarding.along(stack, case.source):
-        outside = site is stack[-1] and not syntax.within(loop.node, guard.line)
-        if guard.node is not loop.node and not outside and _differs(guard, text):
+    for guard in on_stack(state.user_stack[: len(state.user_stack) - loop.depth], case.source):
+        outside = guard.depth == 0 and not syntax.within(loop.node, guard.line)
+        if guard.node is not loop.node and not outside and _differs(guard):
             yield guard
 
 
@@ -139,7 +136,7 @@ def _extras(loop: _Loop) -> Iterator[Guard]:
             if (
                 guard is not None
                 and any(_communicates(x, functions, known, asked) for x in calls)
-                and _differs(guard, loop.text)
+                and _differs(guard := guard._replace(source=loop.text))
             ):
                 yield guard
 
@@ -182,18 +179,12 @@ def _communicates(
     return family(name) is not None or name in _MESSAGES or variable
 
 
-def _differs(guard: Guard, text: str) -> bool:
+def _differs(guard: Guard) -> bool:
     """True if a guard can have another result on another rank in one round, and the opposite in another round."""
-    constants = rank_tests.constants(text)
-    if isinstance(guard.node, LOOPS):
-        over = "" if isinstance(guard.node, ast.While) else name_of(getattr(guard.node.iter, "func", None))
-        ends = any(isinstance(way_out, (ast.Break, ast.Return)) for way_out, _ in guarding.exits(guard.node.body))
-        return ends or (over not in _PARTS and rank_tests.can_end_unevenly(guard.node, constants))
-    if isinstance(guard.way_out, ast.Raise) or syntax.exits_process(guard.way_out):
+    if guard.kind is GuardKind.REPEATED or isinstance(guard.way_out, ast.Raise):
         return False
-    return guard.test is None or (
-        rank_tests.can_differ(guard.test, constants) and not rank_tests.fixed(guard.test, text)
-    )
+    ends = isinstance(guard.node, LOOPS) and any(guard.ways_out(ast.Break, ast.Return))
+    return ends or (guard.can_differ() and not guard.is_fixed)
 
 
 def _is_false(guard: Guard, state: RankState, case: Case) -> bool:
@@ -201,14 +192,8 @@ def _is_false(guard: Guard, state: RankState, case: Case) -> bool:
     test = guard.test
     parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
     wanted = {_of_object(part) for part in parts} - {None}
-    guards = (
-        (x.test, text)
-        for _, text, x in guarding.along(state.user_stack, case.source)
-        if x.kind is GuardKind.HOLDS and x.branch == "orelse"
-    )
-    return any(
-        test is not None and rank_tests.fixed(test, text) and _of_object(test) in wanted for test, text in guards
-    )
+    guards = (x for x in on_stack(state.user_stack, case.source) if x.kind is GuardKind.HOLDS and x.branch == "orelse")
+    return any(guard.is_fixed and _of_object(guard.test) in wanted for guard in guards)
 
 
 def _of_object(test: ast.expr | None) -> str | None:

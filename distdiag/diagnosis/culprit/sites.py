@@ -9,9 +9,11 @@ from statistics import mode
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.conditions import met_in
-from distdiag.diagnosis.culprit.paths import Condition, call_under_rank, takes_turns
+from distdiag.diagnosis.culprit.paths import Condition, call_under_rank
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.guards import guards, takes_turns
 from distdiag.diagnosis.model.snapshot import Life, RankState, lines_of
+from distdiag.diagnosis.model.syntax import tree_of
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, places_text
 
@@ -25,7 +27,13 @@ def new(case: Case) -> Testimony | None:
     """Accuse the one side of a tie at a site that the other never visited; not where each has a line of its own for that call."""
     ranks = _one_side(case, _is_new)
     at_line = case.wait.calls[ranks[0]].site if ranks else None
-    return None if at_line is not None and takes_turns(at_line, case.source) else _only_there(case, ranks)
+    tree = tree_of(at_line.file, case.source) if at_line is not None else None
+    turns = (
+        tree is not None
+        and at_line is not None
+        and any(takes_turns(tree, x, at_line.line) for x in guards(tree, at_line.line))
+    )
+    return None if turns else _only_there(case, ranks)
 
 
 def new_in_cycle(case: Case) -> Testimony | None:

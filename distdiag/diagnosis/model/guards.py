@@ -9,17 +9,14 @@ raised, a decorator. Nothing is executed.
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum, auto
 from functools import lru_cache
 from typing import NamedTuple
 
-from distdiag.diagnosis.model import syntax
-from distdiag.diagnosis.model.rank_tests import can_differ, reads_rank
+from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import (
-    FUNCTIONS,
     LOOPS,
     SCOPES,
     Source,
@@ -33,14 +30,6 @@ from distdiag.diagnosis.model.syntax import (
 )
 
 _EXITS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
-# functions whose result has no graph
-_NEW_TENSORS = {
-    "zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "detach",
-}  # fmt: skip
-# what logging calls for a message's arguments only if the message passes the logger's level
-_FORMATS = {"__str__", "__repr__", "__format__"}
-_LOGS = re.compile(r"[\w.()\[\]\"']+\.(debug|info|warning|error|critical|exception|log)\(")
-_CACHES = re.compile(r"@[\w.]*(cache|memo)", re.IGNORECASE)
 _Node = ast.stmt | ast.expr | ast.ExceptHandler | ast.match_case
 
 
@@ -51,18 +40,22 @@ class GuardKind(Enum):
     PASSED = auto()  # the line runs only if this branch, which leaves before it, was not taken
     INSIDE = auto()  # the line is in this loop
     ENDED = auto()  # the line runs only after this loop has ended
+    REPEATED = auto()  # this comprehension makes the line's call in each round
 
 
 class Guard(NamedTuple):
-    """One condition of a line.
+    """One condition of a line, or of a call on a stack.
 
     Attributes:
-        node: The `if`, loop, handler, case, `with`, conditional expression or decorator.
+        node: The `if`, loop, handler, case, `with`, conditional expression, comprehension or decorator.
         branch: The branch that the line is in, or that leaves before it: "body" or "orelse".
         test: What is tested; None for an exception.
         way_out: The statement that leaves in the branch of a PASSED guard; None if an exception skips the
             rest of a block.
         upto: For an exception that skips the rest of a `try` or `with`: the line that it skips, else 0.
+        site, depth: The frame whose line it guards, and the number of its callers.
+        source: Text of its file.
+        rank_names: Names that hold the rank in the files of the stack.
     """
 
     kind: GuardKind
@@ -71,17 +64,66 @@ class Guard(NamedTuple):
     test: ast.expr | None = None
     way_out: ast.stmt | None = None
     upto: int = 0
+    site: Site = Site("", 0)
+    depth: int = 0
+    source: str = ""
+    rank_names: frozenset[str] = frozenset()
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What it has in common with the same guard of another line."""
+    def key(self, kind: GuardKind | None = None) -> tuple[object, ...]:
+        """Return what it has in common with the same guard of another line, or with one of another kind: a loop that ended."""
         start = self.node.pattern if isinstance(self.node, ast.match_case) else self.node
-        return self.kind, self.branch, type(self.node), start.lineno, start.col_offset
+        return kind or self.kind, self.branch, type(self.node), start.lineno, start.col_offset
 
     @property
     def line(self) -> int:
         """Line of the condition's text."""
         return self.node.pattern.lineno if isinstance(self.node, ast.match_case) else self.node.lineno
+
+    @property
+    def text(self) -> str:
+        """The condition as in the program: a statement's line without its colon, or what an expression tests."""
+        if isinstance(self.node, ast.BoolOp) and self.test is not None:
+            return f"{ast.get_source_segment(self.source, self.test)} {'and' if isinstance(self.node.op, ast.And) else 'or'} …"
+        if isinstance(self.node, (ast.expr, ast.With, ast.AsyncWith)) and self.test not in (None, self.node):
+            return f"if {ast.get_source_segment(self.source, self.test)}"
+        return code_of_line(self.source, self.line).removesuffix(":")
+
+    @property
+    def place(self) -> Site:
+        return Site(self.site.file, self.line, self.site.function)
+
+    @property
+    def on_rank(self) -> bool:
+        return rank_tests.reads_rank(self.test, self.rank_names)
+
+    @property
+    def keeps_to_some(self) -> bool:
+        """True for a branch that another rank may not need: the other branch calls nothing, else the two may belong together."""
+        if self.kind is not GuardKind.HOLDS or not isinstance(self.node, (ast.If, ast.IfExp)):
+            return self.kind is GuardKind.HOLDS
+        other = getattr(self.node, "orelse" if self.branch == "body" else "body")
+        return not any(map(_called_in, other if isinstance(other, list) else [other]))
+
+    @property
+    def is_fixed(self) -> bool:
+        """True if it tests only what is set once in a rank: `if self.last`."""
+        return self.test is not None and rank_tests.fixed(self.test, self.source)
+
+    def can_differ(self, alive: bool = True) -> bool:
+        """True if it can have another result on another rank; a rank that is alive has not ended its process."""
+        equal = rank_tests.constants(self.source)
+        if self.branch == "decorator":
+            return self.on_rank
+        if isinstance(self.node, LOOPS):
+            return rank_tests.can_end_unevenly(self.node, equal)
+        return not (alive and exits_process(self.way_out)) and rank_tests.can_differ(self.test, equal)
+
+    def ways_out(self, *by: type[ast.stmt]) -> Iterator[Guard]:
+        """Yield the guards of such statements by which a loop, or a round of it, ends."""
+        assert isinstance(self.node, LOOPS)
+        for way_out, guard in exits(self.node.body):
+            if isinstance(way_out, by) and guard is not None:
+                yield self._replace(**{x: getattr(guard, x) for x in guard._fields[:6]})
 
 
 def exits(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Guard | None]]:
@@ -106,7 +148,7 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.AST, Guard | None, 
             in_loop = looping or (isinstance(node, LOOPS) and field == "body")
             for child in getattr(node, field, ()):
                 guard = around
-                if isinstance(node, ast.If) and not _asks_about(around, node.test):
+                if isinstance(node, ast.If):
                     guard = Guard(GuardKind.PASSED, node, field, node.test)
                 elif isinstance(child, ast.ExceptHandler):
                     guard = Guard(GuardKind.PASSED, child)
@@ -114,24 +156,6 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.AST, Guard | None, 
                     guard = Guard(GuardKind.PASSED, child, test=node.subject)
                 inner.append((child, guard, in_loop))
         todo += reversed(inner)
-
-
-def _asks_about(handler: Guard | None, test: ast.expr | None) -> bool:
-    """True for a test of the exception that this handler caught: a rank without that exception does not evaluate it."""
-    node = handler.node if handler is not None else None
-    if not isinstance(node, ast.ExceptHandler) or node.name is None or test is None:
-        return False
-    return any(isinstance(x, ast.Name) and x.id == node.name for x in ast.walk(test))
-
-
-def text_of(guard: Guard, text: str) -> str:
-    """Return a condition as in the program: a statement's line without its colon, or what an expression tests."""
-    node, test = guard.node, guard.test
-    if isinstance(node, ast.BoolOp) and test is not None:
-        return f"{ast.get_source_segment(text, test)} {'and' if isinstance(node.op, ast.And) else 'or'} …"
-    if isinstance(node, (ast.expr, ast.With, ast.AsyncWith)) and test is not None and test is not node:
-        return f"if {ast.get_source_segment(text, test)}"
-    return code_of_line(text, guard.line).removesuffix(":")
 
 
 @lru_cache(512)
@@ -144,7 +168,7 @@ def guards(tree: ast.Module, line: int, callee: str = "") -> tuple[Guard, ...]:
     out: list[Guard] = []
     node: ast.stmt | None = None
     for step in way(tree, line):
-        out += (guard for guard in _around(step, line) if not any(_asks_about(x, guard.test) for x in out))
+        out += _around(step, line)
         if step.field not in ("handlers", "cases"):
             for earlier in step.block[: step.at]:
                 out += (guard for _, guard in exits([earlier]) if guard is not None)
@@ -159,12 +183,21 @@ def guards(tree: ast.Module, line: int, callee: str = "") -> tuple[Guard, ...]:
     return tuple(out)
 
 
-def along(stack: Sequence[Site], source: Source) -> Iterator[tuple[Site, str, Guard]]:
-    """Yield (site, text of its file, guard) of all guards of the calls on a stack, which is innermost first."""
-    for i, site in enumerate(stack):
-        tree, callee = tree_of(site.file, source), stack[i - 1].function if i else ""
-        for guard in guards(tree, site.line, callee) if tree is not None else ():
-            yield site, source(site.file) or "", guard
+def on_stack(stack: Sequence[Site], source: Source, callee: str = "") -> list[Guard]:
+    """Return the guards of the calls on a stack, which is innermost first: the outermost first.
+
+    Args:
+        callee: What its innermost line calls, if known.
+    """
+    out: list[Guard] = []
+    names = frozenset().union(*(rank_tests.rank_variables(source(file) or "") for file in {x.file for x in stack}))
+    called = [*(site.function for site in stack[-2::-1]), callee]
+    for depth, (site, name) in enumerate(zip(stack[::-1], called, strict=False)):
+        if (tree := tree_of(site.file, source)) is not None:
+            frame = {"site": site, "depth": depth, "source": source(site.file) or "", "rank_names": names}
+            found = (guard for guard in guards(tree, site.line, name) if not takes_turns(tree, guard, site.line))
+            out += (guard._replace(**frame) for guard in found)
+    return out
 
 
 def _loop(kind: GuardKind, node: ast.For | ast.AsyncFor | ast.While) -> Guard:
@@ -200,6 +233,11 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
     """Yield expressions that call something in one branch: `f() if a else None`, `a and f()`, `[f(x) for … if …]`."""
     own = [x for x in ast.iter_child_nodes(node) if isinstance(x, (ast.expr, ast.withitem))]  # not the blocks inside
     in_all = set().union(*map(_called_in, own))
+
+    def calls(parts: Iterable[ast.AST]) -> bool:
+        names = set().union(*map(_called_in, parts))
+        return callee in names if callee in in_all else bool(names)
+
     for part in (x for child in own for x in ast.walk(child)):
         found: list[tuple[ast.expr, str, list[ast.expr]]] = []
         match part:
@@ -207,39 +245,17 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
                 found = [(part.test, arm, [getattr(part, arm)]) for arm in ("body", "orelse")]
             case ast.BoolOp():
                 found = [(part.values[0], "body", part.values[1:])]
-            case ast.Call() if callee in _FORMATS and _LOGS.match(ast.unparse(part)) and not _formats(part):
-                yield Guard(GuardKind.HOLDS, part, "body", part)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-                found = [(test, "body", _made(part)) for loop in part.generators for test in loop.ifs]
-        called = [(test, branch, set().union(*map(_called_in, arm))) for test, branch, arm in found]
-        fits = [(test, branch) for test, branch, names in called if (callee in names if callee in in_all else names)]
+                tests = [test for loop in part.generators for test in loop.ifs]
+                made = [part.key, part.value] if isinstance(part, ast.DictComp) else [part.elt]
+                found = [(test, "body", made) for test in tests]
+                # what it goes over is called once
+                if calls([*made, *tests, *(x.iter for x in part.generators[1:])]):
+                    yield Guard(GuardKind.REPEATED, part)
+        fits = [(test, branch) for test, branch, arm in found if calls(arm)]
         if len(fits) == 1:  # if both branches call something, either may be the line's
             ((test, branch),) = fits
             yield Guard(GuardKind.HOLDS, part, branch, test)  # type: ignore[arg-type]
-
-
-def _made(part: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> list[ast.expr]:
-    return [part.key, part.value] if isinstance(part, ast.DictComp) else [part.elt]
-
-
-def repeats(node: ast.AST, callee: str = "") -> bool:
-    """True for a comprehension that calls something of this name in each round; what it goes over is called once."""
-    if not isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
-        return False
-    each = [
-        *_made(node),
-        *(test for loop in node.generators for test in loop.ifs),
-        *(x.iter for x in node.generators[1:]),
-    ]
-    called = set().union(*map(_called_in, each))
-    return callee in called if callee in called | _called_in(node) else bool(called)
-
-
-def _formats(call: ast.Call) -> bool:
-    """True if an argument of a call is made into text before the call, so on every rank: `f"{x}"`, `"%s" % x`, `str(x)`."""
-    inside = [x for argument in call.args for x in ast.walk(argument)]
-    made = any(isinstance(x, ast.JoinedStr) or (isinstance(x, ast.BinOp) and isinstance(x.op, ast.Mod)) for x in inside)
-    return made or any(isinstance(x, ast.Call) and name_of(x.func) in ("format", "str", "repr", "join") for x in inside)
 
 
 def _called_in(node: ast.AST) -> set[str]:
@@ -249,15 +265,10 @@ def _called_in(node: ast.AST) -> set[str]:
 
 def _calls_other(test: ast.expr) -> bool:
     """True if a test calls anything that can differ between ranks and is not the rank: maybe the line's call."""
-    return any(isinstance(x, ast.Call) and not reads_rank(x.func) and can_differ(x.func) for x in ast.walk(test))
-
-
-def other_branch_calls(guard: Guard) -> bool:
-    """True if the other branch of an `if` calls something, too: the ranks' branches may belong together."""
-    if not isinstance(guard.node, (ast.If, ast.IfExp)):
-        return False
-    other = getattr(guard.node, "orelse" if guard.branch == "body" else "body")
-    return any(map(_called_in, other if isinstance(other, list) else [other]))
+    return any(
+        isinstance(x, ast.Call) and not rank_tests.reads_rank(x.func) and rank_tests.can_differ(x.func)
+        for x in ast.walk(test)
+    )
 
 
 _OPPOSITE = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.Lt: ast.GtE, ast.Gt: ast.LtE}
@@ -281,32 +292,6 @@ def _negated(test: ast.expr) -> str:
     if isinstance(test, ast.Compare) and (opposite := _OPPOSITE.get(type(test.ops[0]))) and len(test.ops) == 1:
         return ast.dump(ast.Compare(test.left, [opposite()], test.comparators))
     return ast.dump(ast.UnaryOp(ast.Not(), test))
-
-
-def caches(text: str) -> bool:
-    """True for a decorator whose function does not run if its result is known: `@functools.lru_cache(9)`, `@memoize`."""
-    return _CACHES.match(text) is not None
-
-
-def logs(text: str) -> bool:
-    """True for a call of a logger: `log.info("%s", meters)` formats its arguments only where the logger's level lets it."""
-    return _LOGS.match(text) is not None
-
-
-def made_anew(text: str) -> Guard | None:
-    """Return the `if` under which a function returns a new tensor without a graph, and else a computed one.
-
-    None if there is no such function in the file, or more than one such `if`.
-    """
-    found = []
-    for node in ast.walk(parsed(text) or ast.Module([], [])):
-        if isinstance(node, FUNCTIONS):
-            ways = [(way_out, guard) for way_out, guard in exits(node.body) if isinstance(way_out, ast.Return)]
-            made = [(way_out.value, guard) for way_out, guard in ways]
-            new = [g for value, g in made if isinstance(value, ast.Call) and name_of(value.func) in _NEW_TENSORS]
-            if len(new) < len(ways):
-                found += [guard for guard in new if guard is not None and isinstance(guard.node, ast.If)]
-    return found[0] if len(found) == 1 else None
 
 
 def may_end_early(text: str, line: int) -> bool:

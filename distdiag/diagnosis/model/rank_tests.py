@@ -58,9 +58,8 @@ def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozens
 def constants(text: str) -> frozenset[str]:
     """Return the names that are equal on all ranks at one point of the program.
 
-    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; those that only
-    count: `for k in range(9)`, `for k, x in enumerate(…)`, also where they are handed on under the same name; parameters that get
-    only literals: `def train(steps=90)`; and options of the command line: `args.steps`.
+    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; parameters that
+    get only literals: `def train(steps=90)`; and options of the command line: `args.steps`.
     """
     tree = parsed(text) or ast.Module([], [])
     nodes = list(ast.walk(tree))
@@ -71,13 +70,10 @@ def constants(text: str) -> frozenset[str]:
     pairs = (pair for x in tree.body if isinstance(x, ast.Assign) for pair in _assigned(x))
     literal = {name.id for name, value in pairs if _is_literal(value) and isinstance(name, ast.Name)}
     changed = {n.arg for n in nodes if isinstance(n, ast.arg)}
-    loops = (x for x in nodes if isinstance(x, (ast.For, ast.comprehension)))
-    counted = Counter(name_of(_counter(loop)) for loop in loops)
-    counters = {name for name, times in counted.items() if name and times == given[name]}
     layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
     handed = {name for name in _literal_parameters(nodes) if not given[name] + stored[name]}
     equal = {name for name in handed | _options(nodes) if not _means_rank(name)}  # not `args.local_rank`
-    return frozenset(layers | counters | equal).union(name for name in literal - changed if given[name] == 1)
+    return frozenset(layers | equal).union(name for name in literal - changed if given[name] == 1)
 
 
 def _literal_parameters(nodes: list[ast.AST]) -> set[str]:
@@ -142,14 +138,6 @@ def fixed(test: ast.expr, text: str) -> bool:
     return bool(_names(test) & once) and _names(test) <= once | _SAME
 
 
-def _counter(loop: ast.For | ast.comprehension) -> ast.expr | None:
-    """Return the variable of a loop that counts its rounds."""
-    called = _called(loop.iter)
-    if called == "enumerate" and isinstance(loop.target, ast.Tuple):
-        return loop.target.elts[0]
-    return loop.target if called == "range" else None
-
-
 def reads_rank(test: ast.expr | None, variables: frozenset[str] = frozenset()) -> bool:
     """True if a condition tests the rank. `variables`: names that hold it, see `rank_variables`."""
     if test is None:
@@ -198,9 +186,9 @@ def _means_rank(name: str) -> bool:
 
 @lru_cache(16)
 def rank_variables(text: str) -> frozenset[str]:
-    """Return variables, properties and functions that hold the rank or a comparison with it.
+    """Return variables, properties, functions and parameters that hold the rank or a comparison with it.
 
-    `r = dist.get_rank()`, `first = rank == 0`, `def boss(self): return self.rank == 0`.
+    `r = dist.get_rank()`, `first = rank == 0`, `def boss(self): return self.rank == 0`, `Log(enabled=rank == 0)`.
     """
     return frozenset(name for name, value in _named_values(text) if _is_rank(value))
 
@@ -268,13 +256,15 @@ def reads_counter(test: ast.expr | None) -> bool:
 
 
 def _named_values(text: str) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield what variables are assigned and functions return at their end, with their names."""
+    """Yield what variables are assigned, functions return at their end and calls hand on, with their names."""
     pairs: list[tuple[ast.AST | str, ast.expr | None]] = []
     for node in ast.walk(parsed(text) or ast.Module([], [])):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             pairs += _assigned(node)
         elif isinstance(node, FUNCTIONS) and isinstance(last := node.body[-1], ast.Return):
             pairs.append((node.name, last.value))
+        elif isinstance(node, ast.keyword) and node.arg:
+            pairs.append((node.arg, node.value))
     for given, value in pairs:
         if name := given if isinstance(given, str) else name_of(given):
             yield name, value
@@ -286,13 +276,6 @@ def _assigned(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
     if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
         return list(zip(target.elts, value.elts, strict=False))
     return [(target, value)]
-
-
-@lru_cache(16)
-def given(text: str) -> frozenset[str]:
-    """Return the parameters that calls in a file hand on with a comparison of the rank: `Log(enabled=rank == 0)`."""
-    words = (node for node in ast.walk(parsed(text) or ast.Module([], [])) if isinstance(node, ast.keyword))
-    return frozenset(x.arg for x in words if x.arg and isinstance(x.value, ast.Compare) and _is_rank(x.value))
 
 
 def _is_rank(value: ast.expr | None) -> bool:

@@ -99,11 +99,6 @@ def function(tree: ast.Module, line: int) -> ast.FunctionDef | ast.AsyncFunction
     return next((node for node in _around(tree, line) if isinstance(node, FUNCTIONS)), None)
 
 
-def class_around(tree: ast.Module | None, line: int) -> str:
-    """Return the name of the innermost class around a line, or nothing."""
-    return next((node.name for node in _around(tree, line) if isinstance(node, ast.ClassDef)), "")
-
-
 def name_of(node: ast.AST | None) -> str:
     """Return the last part of a name: `c` of `a.b.c`."""
     return getattr(node, "attr", None) or getattr(node, "id", None) or ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from distdiag.diagnosis.culprit.paths import Condition, Way
-from distdiag.diagnosis.model import guards as guarding
 from distdiag.diagnosis.model import rank_tests
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site
@@ -41,19 +40,11 @@ def decision_advice(
         ddp: It is a call of DDP's own.
         inside: A library makes it, in what the line calls: the forward of a sharded module, for example.
     """
-    guard, who = f"`{condition.text}` at line {condition.line}", rank_list(culprits)
-    if guarding.caches(condition.text):
-        return (
-            f"make no collective in a function under `{condition.text}` (line {condition.line}): it runs only where its result is not "
-            "in the rank's own cache; communicate outside it, in the same step on all ranks"
-        )
-    if guarding.logs(condition.text):
-        return (
-            f"make no collective where {guard} formats its arguments: logging does so only on ranks whose level lets the message pass; "
-            "compute the text before, on all ranks"
-        )
+    site = call.site and Site(call.site.file, call.site.line) if call is not None else None
+    near = site is None or site.file == condition.file
+    guard = f"`{condition.text}`{f' at line {condition.line}' if near else at(condition.site)}"
+    who, place = rank_list(culprits), at(site)
     agree = f"(all_reduce {'a flag' if condition.text.startswith('except') else 'what it tests'})"
-    place = at(call.site and Site(call.site.file, call.site.line)) if call is not None else ""
     if condition.way in (Way.SKIPPED, Way.ROUND) and call is not None:
         past = f"too, where {guard} leads past it"
         if call.p2p:
@@ -65,10 +56,10 @@ def decision_advice(
         elif call.op and "barrier" not in call.op and not inside:
             nothing = ", with zeros or an empty tensor if it has nothing to add"
         do = f"run the line{place}, in which a library makes {what}," if inside else f"make {what}{place}"
+        if condition.on_rank:
+            return f"{do} on all ranks or on none: {guard} leads {who} past it"
         if ddp or rank_tests.of_amount(condition.text):
             return f"{do} on {who}, {past}{nothing}, or leave it out only where all ranks do {agree}"
-        if rank_tests.reads_rank(rank_tests.tested(condition.text)):
-            return f"{do} on all ranks or on none: {guard} leads {who} past it"
         return f"let all ranks decide together whether they make {what}{place}: {guard} leads {who} past it {agree}"
     if condition.way is Way.AGAIN:
         return (
@@ -76,8 +67,13 @@ def decision_advice(
             "rank alone: let all ranks agree on the failure, and repeat it together (all_reduce a flag)"
         )
     if condition.way is Way.ALONE and call is not None and not call.p2p:
-        agree = "" if rank_tests.reads_rank(rank_tests.tested(condition.text)) else f" {agree}"
+        if ddp and op_name(call.op) == "broadcast":
+            inner = f"call the module inside DDP (`model.module(...)`{place}), which communicates nothing"
+            return f"on {who} {inner}, or let all ranks run what {guard} keeps to {who}"
+        agree = "" if condition.on_rank else f" {agree}"
         return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who}{agree}"
+    if condition.way is Way.LEFT and condition.on_rank:
+        return f"let all ranks leave that loop in the same round (all_reduce what {guard} tests): it lets {who} leave alone"
     if condition.text.startswith(("for ", "while ", "async for ")):
         start = rank_tests.counts_from(condition.text)
         compare = f" (compare `{start}`, from which it counts, on the ranks)" if start else ""
