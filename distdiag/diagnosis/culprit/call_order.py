@@ -14,15 +14,7 @@ from typing import Any, NamedTuple
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
-from distdiag.diagnosis.culprit.paths import (
-    Condition,
-    Pair,
-    Way,
-    conditions_between,
-    left_around,
-    left_loop,
-    short_rounds,
-)
+from distdiag.diagnosis.culprit.paths import Condition, Pair, Way, conditions_between, left_loop
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
@@ -49,17 +41,11 @@ def pattern(case: Case) -> Testimony | None:
         rose = f"; the tag of its {op_at(turn.made)} rose more, or less, than in {turn.times:,} earlier messages, the others' as always"
         return Testimony(ranks=(rank,), text=rose)
     made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in (turn.made, turn.due))
-    conditions = tuple(
-        short_rounds(made, case.source)
-        if turn.again
-        else conditions_between(made, due, case.source, Pair(changed=True))
-    )
+    conditions = tuple(conditions_between(made, due, case.source, Pair(changed=True)))
     text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had followed each of the last {turn.times:,} times"
     if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
         # it has come to the end of its loop, or maybe of its epoch
-        left = left_around(turn.after.site, turn.due.site, turn.made.site, case.source) or left_loop(
-            made, due, case.source
-        )
+        left = left_loop(made, due, case.source)
         head, advice = (left_text((rank,), turn.due), decision_advice(left[0], (rank,), turn.due)) if left else ("", "")
         return Testimony(ranks=(rank,), head=head, text=text, conditions=tuple(left), advice=advice)
     sends = all(call is not None and call.op.endswith("send") for call in case.calls.values())

@@ -176,8 +176,7 @@ def _between(case: Case, ranks: Sequence[int]) -> list[Condition]:
     mine, others = [q for q in known if q in ranks], [q for q in known if q not in ranks]
     if not mine or not others:
         return []
-    # compare it with a rank of the same role, if there is one: that has been in the same lines
-    both = mine[0], next((q for q in others if case.here.get(q) in case.states[mine[0]].sites), others[0])
+    both = mine[0], others[0]
     first, second = (_stack(case, rank) for rank in both)
     own = met_in(case, *both)
     if own is not None:

@@ -237,13 +237,6 @@ def in_no_branch(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -
     return not any(g.kind is GuardKind.HOLDS for g in _path(mine, theirs, source).own)
 
 
-def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
-    """Return what ends a round early in the innermost loop around a call that was made twice, without what follows in the round."""
-    loop = next((g for g in reversed(on_stack(stack, source)) if g.kind is GuardKind.INSIDE), None)
-    found = (g for g in loop.ways_out(ast.Continue) if g.can_differ() and not g.is_fixed) if loop is not None else ()
-    return [_condition(g, Way.ROUND) for g in found][-SHOWN:]
-
-
 def returns_before(site: Site, source: Source) -> list[Condition]:
     """Return the conditions under which a function returns before it reaches a line; those on the rank are left out."""
     found = (g for g in on_stack((site,), source) if isinstance(g.way_out, ast.Return))
@@ -272,27 +265,6 @@ def left_loop(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> l
         return []
     found = conditions_between(mine, theirs, source)
     return found if {c.way for c in found} == {Way.LEFT} else []
-
-
-def left_around(after: Site | None, due: Site | None, made: Site | None, source: Source) -> list[Condition]:
-    """Return the conditions by which a rank can have left the loop in which it made a call, and another was due.
-
-    Args:
-        made: The call that it made instead; nothing if that is in the function of the loop, too.
-    """
-    if after is None or due is None:
-        return []
-    ends, here = callers.frames([after.path[-1], due.path[-1]]), made.path if made is not None else ()
-    places = {(x.file, x.function) for x in ends}
-    if len(places) > 1 or any((x.file, x.function) in places for x in here):
-        return []
-    around, others = ([g for g in on_stack((x,), source) if g.kind is GuardKind.INSIDE] for x in ends)
-    keys = {g.key() for g in others}
-    loop = next((g for g in reversed(around) if g.key() in keys), None)
-    for sort in ([*loop.ways_out(*_LEAVES)], [loop]) if loop is not None else ():
-        if found := [_condition(g, Way.LEFT) for g in sort if g.can_differ()]:
-            return found[-SHOWN:]
-    return []
 
 
 # -- conditions on the rank --------------------------------------------------------------------------------------------

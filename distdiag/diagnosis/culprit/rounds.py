@@ -10,14 +10,14 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit.callers import function_key
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Guard, GuardKind, on_stack
+from distdiag.diagnosis.model.guards import Guard, GuardKind, guards, on_stack
 from distdiag.diagnosis.model.snapshot import RankState, Site
 from distdiag.diagnosis.model.syntax import LOOPS, name_of
 from distdiag.diagnosis.text.incident import verb
@@ -131,33 +131,12 @@ def _extras(loop: _Loop) -> Iterator[Guard]:
             for x in ast.walk(scope)
             if isinstance(x, ast.Call) and (name := name_of(x.func)) in functions
         )
-        for guard, arms in (_arms(x) for x in ast.walk(scope) if x is not loop.node):
-            calls = (x for arm in arms for x in ast.walk(arm) if isinstance(x, ast.Call))
-            if (
-                guard is not None
-                and any(_communicates(x, functions, known, asked) for x in calls)
-                and _differs(guard := guard._replace(source=loop.text))
-            ):
+        calls = (x for x in ast.walk(scope) if isinstance(x, ast.Call) and _communicates(x, functions, known, asked))
+        for guard in (guard for call in calls for guard in guards(tree, call.lineno, name_of(call.func))):
+            around = scope is loop.node and (guard.node is scope or not syntax.within(scope, guard.line))
+            in_branch = guard.kind in (GuardKind.HOLDS, GuardKind.INSIDE, GuardKind.REPEATED) and not around
+            if in_branch and _differs(guard := guard._replace(source=loop.text)):
                 yield guard
-
-
-def _arms(node: ast.AST) -> tuple[Guard | None, Sequence[ast.AST]]:
-    """Return a condition, loop or handler, and what runs under it."""
-    match node:
-        case ast.If():
-            return Guard(GuardKind.HOLDS, node, test=node.test), [*node.body, *node.orelse]
-        case ast.IfExp():
-            return Guard(GuardKind.HOLDS, node, test=node.test), [node.body, node.orelse]
-        case ast.BoolOp():
-            return Guard(GuardKind.HOLDS, node, test=node.values[0]), node.values[1:]
-        case ast.For() | ast.AsyncFor() | ast.While() | ast.ExceptHandler():
-            return Guard(GuardKind.INSIDE, node), node.body
-        case ast.match_case():
-            return Guard(GuardKind.HOLDS, node), node.body
-        case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
-            made = [x.iter for x in node.generators if isinstance(x.iter, ast.Call)]
-            return (Guard(GuardKind.INSIDE, node, test=made[0]), [node]) if made else (None, ())
-    return None, ()
 
 
 def _communicates(
@@ -181,7 +160,9 @@ def _communicates(
 
 def _differs(guard: Guard) -> bool:
     """True if a guard can have another result on another rank in one round, and the opposite in another round."""
-    if guard.kind is GuardKind.REPEATED or isinstance(guard.way_out, ast.Raise):
+    if isinstance(guard.way_out, ast.Raise) or (
+        guard.kind is GuardKind.REPEATED and not isinstance(guard.test, ast.Call)
+    ):
         return False
     ends = isinstance(guard.node, LOOPS) and any(guard.ways_out(ast.Break, ast.Return))
     return ends or (guard.can_differ() and not guard.is_fixed)

@@ -84,7 +84,8 @@ class Guard(NamedTuple):
         """The condition as in the program: a statement's line without its colon, or what an expression tests."""
         if isinstance(self.node, ast.BoolOp) and self.test is not None:
             return f"{ast.get_source_segment(self.source, self.test)} {'and' if isinstance(self.node.op, ast.And) else 'or'} …"
-        if isinstance(self.node, (ast.expr, ast.With, ast.AsyncWith)) and self.test not in (None, self.node):
+        holds = self.kind is GuardKind.HOLDS and isinstance(self.node, (ast.expr, ast.With, ast.AsyncWith))
+        if holds and self.test is not None and self.test is not self.node:
             return f"if {ast.get_source_segment(self.source, self.test)}"
         return code_of_line(self.source, self.line).removesuffix(":")
 
@@ -168,7 +169,7 @@ def guards(tree: ast.Module, line: int, callee: str = "") -> tuple[Guard, ...]:
     out: list[Guard] = []
     node: ast.stmt | None = None
     for step in way(tree, line):
-        out += _around(step, line)
+        out += _around(step, line, callee)
         if step.field not in ("handlers", "cases"):
             for earlier in step.block[: step.at]:
                 out += (guard for _, guard in exits([earlier]) if guard is not None)
@@ -204,11 +205,11 @@ def _loop(kind: GuardKind, node: ast.For | ast.AsyncFor | ast.While) -> Guard:
     return Guard(kind, node, test=node.test if isinstance(node, ast.While) else node.iter)
 
 
-def _around(step: Step, line: int) -> Iterator[Guard]:
+def _around(step: Step, line: int, callee: str) -> Iterator[Guard]:
     """Yield what the statement around a block lets it run by."""
     owner = step.owner
     match owner:
-        case ast.If() if line > (owner.test.end_lineno or 0) or not _calls_other(owner.test):
+        case ast.If() if line > (owner.test.end_lineno or 0) or not _may_call(owner, callee):
             yield Guard(GuardKind.HOLDS, owner, step.field, owner.test)
         case ast.For() | ast.AsyncFor() | ast.While():
             yield _loop(GuardKind.INSIDE if step.field == "body" else GuardKind.ENDED, owner)
@@ -251,7 +252,7 @@ def _in_expression(node: ast.stmt, callee: str) -> Iterator[Guard]:
                 found = [(test, "body", made) for test in tests]
                 # what it goes over is called once
                 if calls([*made, *tests, *(x.iter for x in part.generators[1:])]):
-                    yield Guard(GuardKind.REPEATED, part)
+                    yield Guard(GuardKind.REPEATED, part, test=part.generators[0].iter)
         fits = [(test, branch) for test, branch, arm in found if calls(arm)]
         if len(fits) == 1:  # if both branches call something, either may be the line's
             ((test, branch),) = fits
@@ -263,12 +264,12 @@ def _called_in(node: ast.AST) -> set[str]:
     return {name_of(x.func) or "()" for x in ast.walk(node) if isinstance(x, ast.Call)}
 
 
-def _calls_other(test: ast.expr) -> bool:
-    """True if a test calls anything that can differ between ranks and is not the rank: maybe the line's call."""
-    return any(
-        isinstance(x, ast.Call) and not rank_tests.reads_rank(x.func) and rank_tests.can_differ(x.func)
-        for x in ast.walk(test)
-    )
+def _may_call(node: ast.If, callee: str) -> bool:
+    """True if the test of an `if` may make the line's call: that of something that can differ between ranks, and is not the rank."""
+    if callee in set().union(*map(_called_in, node.body)) - _called_in(node.test):
+        return False
+    calls = (x.func for x in ast.walk(node.test) if isinstance(x, ast.Call))
+    return any(not rank_tests.reads_rank(x) and rank_tests.can_differ(x) for x in calls)
 
 
 _OPPOSITE = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.Lt: ast.GtE, ast.Gt: ast.LtE}
