@@ -142,6 +142,8 @@ def conditions_between(
     mine, theirs = _from_one_caller(mine, theirs)
     if not theirs or (mine and function_key(mine[-1], source) != function_key(theirs[-1], source)):
         return []
+    if mine and mine[0] == theirs[0] and (set(mine) <= set(theirs) or set(theirs) <= set(mine)):
+        return []  # one place, and the callers of a rank that was killed are not all known
     if any(site.function == "__del__" for site in (*mine, *theirs)):
         return []  # Python runs it when the last reference to the object is gone, which no condition decides
     path, their_path = _path(mine, theirs, source), _path(theirs, mine, source)
@@ -191,10 +193,11 @@ def _sorts(path: _Path) -> tuple[list[Guard], ...]:
     3. Each statement that leaves a loop around the call.
     4. Loops around the call that have ended for the other rank.
     """
-    # the other never evaluates what is in a branch for some ranks, nor what comes after a loop that it has not left
+    # the other never evaluates what is in a handler or a branch for some ranks, nor what comes after a loop that it has not left
     still_in = [g for g in path.own if g.kind is GuardKind.ENDED and g.key(GuardKind.INSIDE) in path.others]
-    last = (g for g in path.own if (g.keeps_to_some and g.on_rank) or (path.once and g in still_in))
-    end = next(last, None)
+    handlers = [g for g in path.own if g.kind is GuardKind.HOLDS and isinstance(g.node, ast.ExceptHandler)]
+    once = handlers + (still_in if path.once else [])
+    end = next((g for g in path.own if g in once or (g.keeps_to_some and g.on_rank)), None)
     own = path.own[: path.own.index(end) + 1] if end is not None else path.own
     skips = [g for g in own if g.kind is GuardKind.PASSED and not any(syntax.within(x.node, g.line) for x in still_in)]
     loops = [g for g in own if g.kind is GuardKind.INSIDE]
@@ -283,25 +286,23 @@ def rank_condition(mine: Sequence[Site], theirs: Sequence[Site], source: Source)
     for guard in path.own:
         if found is not None and guard.depth != found[0].depth:
             break  # the innermost condition in the outermost function with one
-        if (
-            guard.kind is GuardKind.ENDED and guard.key(GuardKind.INSIDE) in path.others
-        ):  # a loop that ended, by its `break`
+        ways = [(guard, Way.ALONE)] if guard.keeps_to_some else []
+        if guard.kind is GuardKind.PASSED:
+            names_it = (rank_tests.named_ranks(guard.test) is not None) is (guard.branch == "body")
+            ways = [(guard, Way.SKIPPED if names_it else Way.ALONE)]
+        elif guard.kind is GuardKind.ENDED and guard.key(GuardKind.INSIDE) in path.others:  # by its `break`
             ways = [(x, Way.LEFT) for x in guard.ways_out(ast.Break)]
-        else:
-            names_it = rank_tests.names_one_rank(guard.test) is (guard.branch == "body")
-            way = Way.SKIPPED if guard.kind is GuardKind.PASSED and names_it else Way.ALONE
-            ways = [(guard, way)] if guard.kind is GuardKind.PASSED or guard.keeps_to_some else []
         found = next(((g, way) for g, way in ways if g.on_rank), found)
     return _condition(*found) if found is not None else None
 
 
 def led_away(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> tuple[Condition, int] | None:
     """Return the condition on the rank that only one of two stacks is under, and which of the two it leads away: 0 or 1."""
-    found = [rank_condition(a, b, source) for a, b in ((mine, theirs), (theirs, mine))]
-    condition = found[0] or found[1]
-    if condition is None or all(found):
+    both = rank_condition(mine, theirs, source), rank_condition(theirs, mine, source)
+    found = [(condition, under) for under, condition in enumerate(both) if condition is not None]
+    if len(found) != 1:
         return None
-    under = 0 if found[0] else 1
+    ((condition, under),) = found
     return condition, 1 - under if condition.way is Way.SKIPPED else under
 
 
@@ -335,7 +336,8 @@ def call_under_rank(site: Site, files: Collection[str], rank: int, source: Sourc
             guards = on_stack((callee, caller), source)
             held = next((g for g in guards if g.depth == 0 and g.keeps_to_some and g.on_rank), None)
             if held is not None:
-                found[_condition(held, Way.ALONE)] = rank_tests.may_hold_on(held.test, rank)
+                named = rank_tests.named_ranks(held.test)
+                found[_condition(held, Way.ALONE)] = not named or rank in named
             elif (caller.file, caller.function) not in seen and depth < CALLERS:
                 seen.add((caller.file, caller.function))
                 todo.append((caller, depth + 1))

@@ -149,7 +149,9 @@ def _nested(block: Sequence[ast.stmt]) -> Iterator[tuple[ast.AST, Guard | None, 
             in_loop = looping or (isinstance(node, LOOPS) and field == "body")
             for child in getattr(node, field, ()):
                 guard = around
-                if isinstance(node, ast.If):
+                if around is not None and isinstance(around.node, ast.ExceptHandler):
+                    pass  # a rank without that exception evaluates nothing in its handler
+                elif isinstance(node, ast.If):
                     guard = Guard(GuardKind.PASSED, node, field, node.test)
                 elif isinstance(child, ast.ExceptHandler):
                     guard = Guard(GuardKind.PASSED, child)

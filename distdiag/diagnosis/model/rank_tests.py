@@ -58,8 +58,9 @@ def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozens
 def constants(text: str) -> frozenset[str]:
     """Return the names that are equal on all ranks at one point of the program.
 
-    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; parameters that
-    get only literals: `def train(steps=90)`; and options of the command line: `args.steps`.
+    Those that a module assigns once, to a literal: `STEPS = 400`, or to a container of modules: `self.experts`; those that only
+    count: `for k in range(9)`, `for k, x in enumerate(…)`, also where they are handed on under the same name; parameters that get
+    only literals: `def train(steps=90)`; and options of the command line: `args.steps`.
     """
     tree = parsed(text) or ast.Module([], [])
     nodes = list(ast.walk(tree))
@@ -70,9 +71,12 @@ def constants(text: str) -> frozenset[str]:
     pairs = (pair for x in tree.body if isinstance(x, ast.Assign) for pair in _assigned(x))
     literal = {name.id for name, value in pairs if _is_literal(value) and isinstance(name, ast.Name)}
     changed = {n.arg for n in nodes if isinstance(n, ast.arg)}
+    loops = (x for x in nodes if isinstance(x, (ast.For, ast.comprehension)))
+    counted = Counter(name_of(_counter(loop)) for loop in loops)
+    counters = {name for name, times in counted.items() if times == given[name]}
     layers = {name for name, times in modules.items() if times == given[name] + stored[name]}
     handed = {name for name in _literal_parameters(nodes) if not given[name] + stored[name]}
-    equal = {name for name in handed | _options(nodes) if not _means_rank(name)}  # not `args.local_rank`
+    equal = {name for name in handed | counters | _options(nodes) if not _means_rank(name)}  # not `args.local_rank`
     return frozenset(layers | equal).union(name for name in literal - changed if given[name] == 1)
 
 
@@ -138,6 +142,14 @@ def fixed(test: ast.expr, text: str) -> bool:
     return bool(_names(test) & once) and _names(test) <= once | _SAME
 
 
+def _counter(loop: ast.For | ast.comprehension) -> ast.expr | None:
+    """Return the variable of a loop that counts its rounds."""
+    called = _called(loop.iter)
+    if called == "enumerate" and isinstance(loop.target, ast.Tuple):
+        return loop.target.elts[0]
+    return loop.target if called == "range" else None
+
+
 def reads_rank(test: ast.expr | None, variables: frozenset[str] = frozenset()) -> bool:
     """True if a condition tests the rank. `variables`: names that hold it, see `rank_variables`."""
     if test is None:
@@ -147,25 +159,18 @@ def reads_rank(test: ast.expr | None, variables: frozenset[str] = frozenset()) -
     return variable or bool(names & variables) or any(map(_means_rank, names))
 
 
-def names_one_rank(test: ast.expr | None) -> bool:
-    """True if a test holds for the rank that it names: `rank == 1`, `is_main`; not for `rank`, `rank != 0`, `not is_main`."""
+def named_ranks(test: ast.expr | None) -> set[object] | None:
+    """Return the ranks that a test names by number, `rank == 1`, or as the first one, `is_main`; empty if it has no number.
+
+    None if it names none: `rank`, `rank != 0`, `not is_main`.
+    """
     for part in test.values if isinstance(test, ast.BoolOp) else [test]:
         if isinstance(part, ast.Compare) and reads_rank(part):
-            return all(isinstance(op, ast.Eq) for op in part.ops)
+            numbers: set[object] = {x.value for x in (part.left, *part.comparators) if isinstance(x, ast.Constant)}
+            return numbers if all(isinstance(op, ast.Eq) for op in part.ops) else None
         if _means_rank(name_of(part)) and "rank" not in _words(name_of(part)):
-            return True
-    return False
-
-
-def may_hold_on(test: ast.expr | None, rank: int) -> bool:
-    """False for a test that names one rank by its number, `rank == 1`, or as the first, `is_global_zero`, if that is another rank."""
-    for part in test.values if isinstance(test, ast.BoolOp) else [test]:
-        if isinstance(part, ast.Compare) and reads_rank(part) and isinstance(part.ops[0], ast.Eq):
-            numbers = [x.value for x in (part.left, *part.comparators) if isinstance(x, ast.Constant)]
-            return not numbers or rank in numbers
-        if names_one_rank(part):
-            return rank == 0
-    return True
+            return {0}
+    return None
 
 
 def _names(node: ast.AST) -> set[str]:
