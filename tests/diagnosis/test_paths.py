@@ -122,6 +122,16 @@ SKIPS = """
         barrier()  # C
 """
 
+ENDS = """
+    def main():
+        for x in records:
+            loss = step(x)
+            if loss.isnan():
+                continue
+            loss.backward()  # A
+            all_reduce(loss)  # B
+"""
+
 CAUGHT = """
     def fit(model, x):
         try:
@@ -214,6 +224,7 @@ LOGGED = """
         pytest.param(FIT, "", "A fit B main", ["if self.should_stop"], id="has ended"),
         pytest.param(STEP, "C main", "C main", [], id="one site"),
         pytest.param(SKIPS, "A main", "B main", ["except ValueError"], id="a round earlier, an exception skipped it"),
+        pytest.param(ENDS, "A main", "B main", ["if loss.isnan()"], id="a round earlier, a condition skipped it"),
         pytest.param(CAUGHT, "A fit", "B fit", ["except RuntimeError as e"], id="an exception between two calls"),
         pytest.param(TRIES, "B main", "A main", ["except KeyboardInterrupt"], id="an exception ended it, caught"),
         pytest.param(ROUNDS, "A main", "B main", ["while tokens < 256"], id="one more round of an inner loop"),

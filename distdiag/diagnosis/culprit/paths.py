@@ -57,17 +57,22 @@ class _Path(NamedTuple):
 
     Attributes:
         own: In the innermost function that both are in, and below it.
+        common: The guards of both, in that function and around it.
         others: Keys of all guards of the other rank in that function.
         depth: Of that function on the stack; -1 if they are in different functions that one line has called.
         returned: True if the other has gone on to a later line of that function, from what this rank is in below it.
-        once: No loop is around both: neither has been further than it is now.
     """
 
     own: list[Guard]
+    common: list[Guard]
     others: Collection[object]
     depth: int
     returned: bool
-    once: bool
+
+    @property
+    def once(self) -> bool:
+        """True if no loop is around both: neither has been further than it is now."""
+        return not any(guard.kind is GuardKind.INSIDE for guard in self.common)
 
     def has_left(self, loop: Guard) -> bool:
         """True if the other rank is past this loop, in the function of both."""
@@ -100,10 +105,10 @@ def _path(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> _Path
     def by_both(g: Guard) -> bool:
         return passed.get((g.site.file, g.depth == depth, g.key()), -1) >= g.upto
 
-    once = not any(g.kind is GuardKind.INSIDE and (g.depth < start or by_both(g)) for g in guards)
     own = [g for g in guards if g.depth >= start and not by_both(g)]
+    common = [g for g in guards if g.depth < start or (g.depth == depth and by_both(g))]
     keys = {g.key() for g in others if g.depth == depth}
-    return _Path(own, keys, depth, together and b[start].line > a[start].line, once)
+    return _Path(own, common, keys, depth, together and b[start].line > a[start].line)
 
 
 # -- conditions on anything --------------------------------------------------------------------------------------------
@@ -151,6 +156,8 @@ def conditions_between(
     held, *left = ([],) * 4 if pair.ahead and their_path.returned else _sorts(path._replace(returned=False))
     held_there, *left_there = _sorts(their_path)
     left_there = [[g for g in sort if not pair.as_often(g.site.file, g.node)] for sort in left_there]
+    # what ends a round early in a loop of both: a round ago
+    rounds = [g for g in their_path.common if g.depth == their_path.depth and isinstance(g.way_out, ast.Continue)]
     # a round that ended early, in a loop that has ended for this rank and has as many rounds on every rank
     even = (g for g in their_path.own if g.kind is GuardKind.INSIDE and their_path.has_left(g) and not g.can_differ())
     tries = [
@@ -158,7 +165,7 @@ def conditions_between(
         *((Way.STAYED, sort) for sort in (_innermost(path) if pair.stays else ())),
         (Way.ALONE, held), *zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False), (Way.SKIPPED, held_there),
         *zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False),
-        (Way.ROUND, [g for loop in even for g in loop.ways_out(ast.Continue)]),
+        (Way.SKIPPED, rounds), (Way.ROUND, [g for loop in even for g in loop.ways_out(ast.Continue)]),
     ]  # fmt: skip
     # no two ranks read the same time, so a test of a clock comes first
     clocked = [(way, [g for g in sort if rank_tests.reads_clock(g.test, g.source)]) for way, sort in tries]
@@ -174,7 +181,8 @@ def conditions_between(
             # or all were in that branch, and this rank has left a loop before it
             more = [_condition(g, Way.LEFT) for g in left_there[-1] if _ends_by_data(g)]
         if found:
-            return [*(_condition(g, _way_of(g, way, pair.stays)) for g in asked or found), *more][-SHOWN:]
+            led = (_condition(g, _way_of(g, way, pair.stays)) for g in asked or found)
+            return list(dict.fromkeys((*led, *more)))[-SHOWN:]
     return []
 
 
@@ -217,8 +225,8 @@ def _innermost(path: _Path) -> Iterator[list[Guard]]:
     """Yield what leaves the innermost loop around a call, what leaves the loops around it if it is a `for`, which mostly ends by itself,
     and the loop; nothing if an exception may have left it, or if a comprehension may make the call again."""
     loops = [g for g in reversed(path.own) if g.kind is GuardKind.INSIDE]
-    may_be_left = (isinstance(g.node, ast.ExceptHandler) or g.kind is GuardKind.REPEATED for g in path.own)
-    if not loops or any(may_be_left):
+    raised = any(isinstance(g.node, ast.ExceptHandler) for g in path.own)
+    if not loops or raised or any(g.kind is GuardKind.REPEATED for g in (*path.common, *path.own)):
         return
     for loop in loops if isinstance(loops[0].node, ast.For) else loops[:1]:
         yield [*loop.ways_out(*_LEAVES)]
