@@ -11,9 +11,8 @@ from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.conditions import met_in
 from distdiag.diagnosis.culprit.paths import Condition, call_under_rank
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import guards, takes_turns
+from distdiag.diagnosis.model.guards import takes_turns
 from distdiag.diagnosis.model.snapshot import Life, RankState, lines_of
-from distdiag.diagnosis.model.syntax import tree_of
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, places_text
 
@@ -27,12 +26,7 @@ def new(case: Case) -> Testimony | None:
     """Accuse the one side of a tie at a site that the other never visited; not where each has a line of its own for that call."""
     ranks = _one_side(case, _is_new)
     at_line = case.wait.calls[ranks[0]].site if ranks else None
-    tree = tree_of(at_line.file, case.source) if at_line is not None else None
-    turns = (
-        tree is not None
-        and at_line is not None
-        and any(takes_turns(tree, x, at_line.line) for x in guards(tree, at_line.line))
-    )
+    turns = at_line is not None and takes_turns(at_line, case.source)
     return None if turns else _only_there(case, ranks)
 
 

@@ -198,7 +198,7 @@ def on_stack(stack: Sequence[Site], source: Source, callee: str = "") -> list[Gu
     for depth, (site, name) in enumerate(zip(stack[::-1], called, strict=False)):
         if (tree := tree_of(site.file, source)) is not None:
             frame = {"site": site, "depth": depth, "source": source(site.file) or "", "rank_names": names}
-            found = (guard for guard in guards(tree, site.line, name) if not takes_turns(tree, guard, site.line))
+            found = (guard for guard in guards(tree, site.line, name) if not _opposed(tree, guard, site.line))
             out += (guard._replace(**frame) for guard in found)
     return out
 
@@ -274,10 +274,16 @@ def _may_call(node: ast.If, callee: str) -> bool:
     return any(not rank_tests.reads_rank(x) and rank_tests.can_differ(x) for x in calls)
 
 
+def takes_turns(site: Site, source: Source) -> bool:
+    """True if a call at a site is under a condition whose opposite has the same call in that function."""
+    tree = tree_of(site.file, source)
+    return tree is not None and any(_opposed(tree, guard, site.line) for guard in guards(tree, site.line))
+
+
 _OPPOSITE = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.Lt: ast.GtE, ast.Gt: ast.LtE}
 
 
-def takes_turns(tree: ast.Module, guard: Guard, line: int) -> bool:
+def _opposed(tree: ast.Module, guard: Guard, line: int) -> bool:
     """True if another `if` of the function with the opposite test makes the same call: `main_process_first` has a barrier for either."""
     around, node = syntax.function(tree, line), syntax.statement(tree, line)
     if guard.kind is not GuardKind.HOLDS or not isinstance(guard.node, ast.If) or around is None or node is None:

@@ -226,12 +226,6 @@ def reads_clock(test: ast.expr | None, text: str) -> bool:
     )
 
 
-def tested(text: str) -> ast.expr | None:
-    """Return what a line such as `if n > 0` tests."""
-    tree = parsed(f"{text}: pass") if text.startswith("if ") else None
-    return tree.body[0].test if tree is not None and isinstance(tree.body[0], ast.If) else None
-
-
 def counts_from(text: str) -> str:
     """Return what `for epoch in range(first, last)` counts from, here `first`; empty if that is a constant, or another line."""
     tree = parsed(f"{text}: pass") if text.startswith("for ") else None
@@ -243,7 +237,8 @@ def counts_from(text: str) -> str:
 
 def of_amount(text: str) -> bool:
     """True unless a condition is a decision: it may ask whether there is anything, or enough: `if not rows`, `if len(x) > 1`, `except`."""
-    test = tested(text)
+    tree = parsed(f"{text}: pass") if text.startswith("if ") else None
+    test = tree.body[0].test if tree is not None and isinstance(tree.body[0], ast.If) else None
     return not all(map(_decides, test.values if isinstance(test, ast.BoolOp) else [test]))
 
 

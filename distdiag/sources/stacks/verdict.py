@@ -317,10 +317,8 @@ def _groups(s: Snapshot, seen: Mapping[int, Seen], sides: Sequence[Sequence[int]
 
 def _on_rank(mine: Sequence[Site], theirs: Sequence[Site], source: Source) -> str:
     """Return `; due to `if rank == 0` at a.py:3`: the condition that leads one rank elsewhere; often empty."""
-    for a, b in ((mine, theirs), (theirs, mine)):
-        if (found := paths.rank_condition(a, b, source)) is not None:
-            return f"; due to `{found.text}`{at(found.site)}"
-    return ""
+    found = paths.rank_condition(mine, theirs, source) or paths.rank_condition(theirs, mine, source)
+    return f"; due to `{found.text}`{at(found.site)}" if found is not None else ""
 
 
 def _call(s: Snapshot, rank: int) -> Call:
