@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import PurePath
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
@@ -563,7 +562,7 @@ def _import(facts: Facts, r: RankState) -> str:
     """Return `, while train.py:48 imports views.py`, of the innermost import that a rank is in; empty if it is in none."""
     for inner, outer in itertools.pairwise(r.user_stack):
         if inner.function == "<module>" and "import" in line_at(outer, facts.source):
-            return f", while {line_text(outer.file, outer.line, base=True)} imports {PurePath(inner.file).name}"
+            return f", while {line_text(outer.file, outer.line, base=True)} imports {inner.file.rpartition('/')[2]}"
     return ""
 
 
