@@ -254,6 +254,13 @@ def returns_before(site: Site, source: Source) -> list[Condition]:
     return [_condition(g, Way.SKIPPED) for g in found if g.can_differ() and not g.on_rank]
 
 
+def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
+    """Return what ends a round early in the innermost loop around a call that was made twice, without what follows in the round."""
+    loop = next((g for g in reversed(on_stack(stack, source)) if g.kind is GuardKind.INSIDE), None)
+    ways = loop.ways_out(ast.Continue) if loop is not None else ()
+    return [_condition(g, Way.ROUND) for g in ways if g.can_differ() and not g.is_fixed][-SHOWN:]
+
+
 def leaving(site: Site | None, theirs: Sequence[Site], source: Source) -> list[Condition]:
     """Return the conditions through which a rank that ended normally can have left the loop that another rank is in.
 
