@@ -84,6 +84,7 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     RUN: default reports/latest.
     """
     from distdiag.monitor import nodes
+    from distdiag.monitor.cluster.questions import asked_at
     from distdiag.monitor.evidence import dump, profile_of_nodes, request_profile
     from distdiag.page.profile_files import MAX_STEPS
     from distdiag.store import rundir
@@ -106,7 +107,8 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     taken = profile_of_nodes.take(
         run_dir, views, wanted, steps, timeout_s, lambda line: say(f"recording {line}", err=True)
     )
-    if ranks is None and taken.absent is None:
+    compared_all = culprit and asked_at(run_dir) is not None
+    if ranks is None and taken.absent is None and not compared_all:
         taken.absent = request_profile.not_here(views, {a.rank for a in taken.ranks}, nodes.hosts(run_dir))
     return _show(run_dir, taken, chosen, as_json, timeout_s)
 

@@ -8,7 +8,8 @@ import textwrap
 import time
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import get_args, get_type_hints
+from types import SimpleNamespace
+from typing import cast, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -18,9 +19,10 @@ from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, Loader, Model, RankState, Sample, Seconds, Snapshot, Step
 from distdiag.diagnosis.rules import rank_lost, stall
 from distdiag.monitor.cluster.server import Server
-from distdiag.monitor.evidence.request_profile import absent_text
+from distdiag.monitor.evidence.request_profile import absent_text, not_here
 from distdiag.monitor.node_states import NodeState, shifted
 from distdiag.monitor.nodes import STALE_S, Nodes, hosts
+from distdiag.monitor.ranks.state import RankView
 from distdiag.page.node_files import Own
 from tests.jobs import Job, distdiag, free_port, launch, wait_for
 
@@ -97,6 +99,15 @@ def test_ranks_of_other_nodes_are_named_with_their_hosts(tmp_path: Path) -> None
     assert "rank 1 is not alive on this node; ranks 2-3 are on host" in absent_text([1, 2, 3], found, ["node-a"])
     assert "ranks 2-3 are on another node" in absent_text([2, 3], {}, ["node-a"])  # no shared run directory
     assert hosts(tmp_path / "nothing") == {}
+
+
+def test_a_rank_of_this_node_that_was_left_out_is_not_on_another_node() -> None:
+    header = SimpleNamespace(world_size=4, host="node-a")
+    views = [
+        SimpleNamespace(rank=q, reader=SimpleNamespace(header=lambda: header), text=lambda host: host) for q in range(3)
+    ]
+    assert "rank 3 is on another node" in (note := not_here(cast("list[RankView]", views), [0, 2], {}) or "")
+    assert "rank 1 " not in note
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,14 @@ THREAD = (
 )
 _row = partial(Template, kinds.STRAGGLER)
 SLOW = _row("host",
-    "{culprits}: {what} takes {up_to}{x.phase_ms:.0f} ms longer per step than on the others{queued}, {slower} in {count} of "
+    "{culprits}: {what} takes {up_to}{longer_ms:.0f} ms longer per step than on the others{queued}, {slower} in {count} of "
     "the last {n} steps{site}",
-    "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
+    "{victims} {victims:loses|lose} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms (medians){gain}",
     "{do}")  # fmt: skip
 CROWDED = _row("cores",
     "{culprits} shares {of} with {who}, which want to run as well: {what} takes {x.phase_ms:.0f} ms longer per step "
     "than on the others, slowest in {count} of the last {n} steps{site}",
-    "{victims} {victims:waits|wait} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms{gain}",
+    "{victims} {victims:loses|lose} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms (medians){gain}",
     "give {them} other cores (`os.sched_setaffinity`, `taskset`), or start fewer; a child inherits the mask of its "
     "parent")  # fmt: skip
 FEW_CORES = _row("cores",
@@ -220,12 +220,13 @@ def slow(case: Any) -> Finding:
             of="its only core" if len(cores) == 1 else f"its {len(cores)} cores",
             who=own if children >= 0.5 else "other ranks", them="those" if children >= 0.5 else "each rank",
         )  # fmt: skip
-    # what the tables' `self` includes and the excess does not
-    queued = f" (and {x.queued_ms:.0f} ms in which it waits for a CPU)" if x.queued_ms >= 0.1 * x.phase_ms else ""
+    # the tables' `self` includes it, too
+    queued_ms = x.queued_ms if x.queued_ms >= 0.1 * x.phase_ms else 0.0
+    queued = f" ({queued_ms:.0f} ms of them without a CPU)" if queued_ms else ""
     first = window.steps[x.rank][slow.indices[0]]
     return found(
         SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase, **facts, queued=queued,
-        doing=case.doing, severity=Severity.INFO if case.doing == "queue" else None,
+        longer_ms=x.phase_ms + queued_ms, doing=case.doing, severity=Severity.INFO if case.doing == "queue" else None,
         cause="host" if x.phase == "other" else x.phase, up_to="" if alone else "up to ",
         slower="slowest" if alone else "slower than all of them", gain=_NOT_KNOWN if case.doing == "queue" else _gain_text(window, slow, case.loader_gain),
         first_seen_s=first.end_s - first.step_ms / 1e3,

@@ -89,11 +89,13 @@ def not_here(views: Collection[RankView], asked: Collection[int], host_of: Mappi
     """Return which ranks of the job cannot be asked from this node, and on which hosts to ask them; None if all can be.
 
     Args:
+        views: The living ranks of this node, asked or left out.
+        asked: Ranks that were asked, of any node.
         host_of: Hosts of ranks on other nodes, as far as they are known.
     """
     headers = [v.reader.header() for v in views]
     own = {v.text(h.host) for v, h in zip(views, headers, strict=True)}
-    missing = sorted(set(range(max(h.world_size for h in headers))) - set(asked))
+    missing = sorted({*range(max(h.world_size for h in headers))} - {*asked} - {v.rank for v in views})
     return absent_text(missing, host_of, own) if missing else None
 
 
