@@ -29,6 +29,8 @@ def _print(found: Comparison) -> None:
     rows.append(["  95 % interval", *(_interval(c.step.ci95_ms if c.step else None) for c in runs)])
     rows.append(["  p95", *(milliseconds(c.step.p95_ms if c.step else None) for c in runs)])
     rows.append(["training samples/s", *(number(c.samples_per_s) for c in runs)])
+    rows.append(["host CPU, %", *(number(c.host_cpu_pct) for c in runs)])
+    rows.append(["CPUs used by others", *(number(c.foreign_cpus, 1) for c in runs)])
     for name in runs[0].phases_ms:
         cells = []
         for c in runs:
@@ -85,19 +87,19 @@ def _sentence(d: Difference | None) -> str:
 def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, as_json: bool) -> int:
     """Compare RUNs with the first one: step time with a 95 % interval and effect size, phases, findings.
 
-    Exit codes: 0 compared, 1 slower than --fail-above allows, 2 bad option or file, 3 too few steps to decide
-    (with --fail-above), 4 no such run.
+    Exit codes: 0 compared, 1 slower than --fail-above allows, 2 bad option or file, 3 too few steps to decide, or an
+    interval that holds both zero and more than PCT % (both with --fail-above), 4 no such run.
     """
     if len(runs) < 2:
         raise DistdiagError("compare needs two runs", "distdiag compare reports/OLD reports/NEW")
     import contextlib
 
-    from distdiag.report.compare import Outcome, compare_runs
+    from distdiag.report.compare import compare_runs
     from distdiag.store import rundir
     from distdiag.store.reader import open_run
 
     with contextlib.ExitStack() as stack:
-        found = compare_runs([stack.enter_context(open_run(rundir.resolve(r))) for r in runs], skip)
+        found = compare_runs([stack.enter_context(open_run(rundir.resolve(r))) for r in runs], skip, fail_above)
     if all(c.step is None for c in found.runs):
         raise DistdiagError(
             "none of these runs has recorded a step",
@@ -114,4 +116,5 @@ def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, a
     compared = [c.against_baseline for c in found.runs if c.against_baseline is not None]
     if any(d.ci95_pct and d.ci95_pct[0] > fail_above for d in compared):
         return int(ExitCode.FAILED)
-    return int(ExitCode.INCONCLUSIVE if any(d.outcome == Outcome.UNKNOWN for d in compared) else ExitCode.OK)
+    undecided = any(d.ci95_pct is None or d.ci95_pct[0] <= 0 <= fail_above < d.ci95_pct[1] for d in compared)
+    return int(ExitCode.INCONCLUSIVE if undecided else ExitCode.OK)

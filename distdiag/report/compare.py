@@ -1,7 +1,7 @@
 """Compare runs with a baseline: is the step time different, by how much, and in which phase.
 
 The difference of medians has an interval by block bootstrap (steps are autocorrelated), drawn for each run on its own.
-"Different" needs both: an interval that leaves out zero, and an effect that matters.
+"Different" needs both: an interval that leaves out zero, and an effect that matters. An interval that holds zero and what matters decides nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from distdiag.diagnosis.model.findings import Finding, rank_list
+from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.report.facts import versions
 from distdiag.report.steps import (
     ENOUGH_FOR_INTERVAL,
@@ -41,6 +42,7 @@ class Outcome(StrEnum):
     SLOWER = "slower"
     FASTER = "faster"
     SAME = "no difference"
+    UNDECIDED = "cannot tell"
     UNKNOWN = "too few steps"
 
 
@@ -65,6 +67,8 @@ class Column(msgspec.Struct, frozen=True, kw_only=True):
     skipped_steps: int  # warm-up
     step: Quantiles | None
     samples_per_s: float | None
+    host_cpu_pct: float | None  # mean of the run, of all nodes' cores
+    foreign_cpus: float | None  # CPUs that processes other than the ranks and their children used, mean
     # medians over all ranks' steps, with `wait`, `self`, and DDP's `comm` and `exposed`
     phases_ms: dict[str, float | None]
     against_baseline: Difference | None  # None: this is the baseline
@@ -80,10 +84,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
-def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
+def compare_runs(runs: Sequence[Run], skip: int | None = None, limit_pct: float | None = None) -> Comparison:
     """Compare each run with the first.
 
     Args:
+        limit_pct: A slowdown above this matters, %.
         skip: Steps left out at the beginning of each run; default: `WARM_UP_STEPS` if there are enough.
     """
     columns: list[Column] = []
@@ -96,6 +101,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
         times = job.step_ms[left_out:]
         phases = {name: median(used[f"{name}_ms"]) for name in (*PHASES, "wait", "self", "comm", "exposed")}
         first = columns[0] if columns else None
+        host_cpu_pct, foreign_cpus = _load(run)
         columns.append(
             Column(
                 run=encodable(str(run.path)),
@@ -106,8 +112,10 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
                 skipped_steps=left_out,
                 step=quantiles(times),
                 samples_per_s=samples_per_s(job_steps(used)),
+                host_cpu_pct=host_cpu_pct,
+                foreign_cpus=foreign_cpus,
                 phases_ms=phases,
-                against_baseline=None if baseline is None else difference(baseline, times),
+                against_baseline=None if baseline is None else difference(baseline, times, limit_pct),
                 phases_change_ms={
                     k: None if (before := first.phases_ms[k]) is None or v is None else v - before
                     for k, v in phases.items()
@@ -119,11 +127,12 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None) -> Comparison:
         )
         if baseline is None:
             baseline = times
-    return Comparison(runs=tuple(columns), notes=tuple(_notes(columns)))
+    scripts = {encodable(name) for run in runs if (name := run.meta.get("name"))}
+    return Comparison(runs=tuple(columns), notes=tuple(_notes(columns, scripts)))
 
 
-def difference(before: Floats, after: Floats) -> Difference:
-    """Step times `after` against `before`, ms."""
+def difference(before: Floats, after: Floats, limit_pct: float | None = None) -> Difference:
+    """Step times `after` against `before`, ms; a slowdown above `limit_pct` matters."""
     if min(len(before), len(after)) < ENOUGH_FOR_INTERVAL:
         return Difference(outcome=Outcome.UNKNOWN)
     ratios = bootstrap_medians(after, REPLICATES, seed=1) / bootstrap_medians(before, REPLICATES, seed=2)
@@ -136,6 +145,8 @@ def difference(before: Floats, after: Floats) -> Difference:
         outcome = Outcome.SLOWER
     elif matters and high < 0:
         outcome = Outcome.FASTER
+    elif low <= 0 <= high and (matters or (limit_pct is not None and high > limit_pct)):
+        outcome = Outcome.UNDECIDED
     return Difference(
         outcome=outcome, change_pct=change, ci95_pct=(low, high), cliffs_delta=pair.cliffs_delta, p_value=pair.p_value
     )
@@ -146,7 +157,29 @@ def _who(f: Finding) -> str:
     return who + (" (cleared)" if f.cleared_s is not None else "")
 
 
-def _notes(columns: list[Column]) -> list[str]:
-    sets = {"numbers of ranks": {c.world_size for c in columns}, "versions of torch": {c.torch for c in columns}}
-    different = {what: ", ".join(map(str, values)) for what, values in sets.items() if len(values) > 1}
-    return [f"the runs have different {what}: {values}" for what, values in different.items()]
+def _load(run: Run) -> tuple[float | None, float | None]:
+    """Return (use of the hosts' cores in %, CPUs that others used); None where it was not measured."""
+    ((used, cores),) = run.query(
+        "SELECT sum(pct * n) / 100, sum(n) FROM (SELECT avg(cpu_pct) pct, max(cores) n FROM host GROUP BY node)"
+    )
+    ((by_ranks,),) = run.query(
+        "SELECT sum(pct) / 100 FROM (SELECT avg(cpu_pct + ifnull(children_cpu_pct, 0)) pct FROM process GROUP BY rank)"
+    )
+    if not used or not cores:
+        return None, None
+    return 100 * used / cores, None if by_ranks is None else max(0.0, used - by_ranks)
+
+
+def _notes(columns: list[Column], scripts: set[str]) -> list[str]:
+    sets = {
+        "scripts": scripts,
+        "numbers of ranks": {c.world_size for c in columns},
+        "versions of torch": {c.torch for c in columns},
+    }
+    different = {what: ", ".join(sorted(map(str, values))) for what, values in sets.items() if len(values) > 1}
+    notes = [f"the runs have different {what}: {values}" for what, values in different.items()]
+    if busy := [c.name for c in columns if (c.host_cpu_pct or 0.0) > STEPS.busy_host_pct]:
+        notes.append(
+            f"nearly all cores of the host were in use during {', '.join(busy)}: step times depend on its load, too"
+        )
+    return notes

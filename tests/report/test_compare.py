@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -52,6 +53,34 @@ def test_the_interval_covers_the_truth_although_steps_are_correlated() -> None:
 
 def test_too_few_steps_are_reported() -> None:
     assert difference(noise(19, 100, 1), noise(400, 100, 2)).outcome == Outcome.UNKNOWN
+
+
+def test_an_interval_that_holds_zero_and_what_matters_decides_nothing() -> None:
+    rng = np.random.default_rng(5)
+    before, after = (np.repeat(rng.normal(mean, 25, 6), 5) for mean in (100, 115))  # steps in spells
+    d = difference(before, after)
+    assert d.ci95_pct and d.ci95_pct[0] < 0 < d.change_pct < d.ci95_pct[1]  # type: ignore[operator]
+    assert d.outcome == Outcome.UNDECIDED
+    wide, limit = difference(noise(30, 100, 1, 0.2), noise(30, 100, 2, 0.2)), 0.5
+    assert wide.ci95_pct and wide.ci95_pct[0] < 0 < limit < wide.ci95_pct[1]
+    assert difference(noise(30, 100, 1, 0.2), noise(30, 100, 2, 0.2), limit).outcome == Outcome.UNDECIDED
+    assert difference(noise(400, 100, 1), noise(400, 100, 2), 20.0).outcome == Outcome.SAME
+
+
+def test_other_scripts_and_busy_hosts_are_noted(tmp_path: Path) -> None:
+    with compared(make_run(tmp_path / "a"), make_run(tmp_path / "b", name="llama")) as c:
+        assert c.notes == ("the runs have different scripts: cifar, llama",)
+    busy = make_run(tmp_path / "c")
+    with sqlite3.connect(busy / "run.db") as db:
+        db.execute("DELETE FROM host")
+        db.execute("INSERT INTO host (t_s, node, host, cpu_pct, cores) VALUES (1, 0, 'n', 95, 64)")
+        db.execute(
+            "INSERT INTO process (t_s, rank, cpu_pct, children_cpu_pct) VALUES (1, 0, 100, NULL), (1, 1, 100, 200)"
+        )
+    db.close()
+    with compared(make_run(tmp_path / "d"), busy) as c:
+        assert c.runs[1].host_cpu_pct == 95 and c.runs[1].foreign_cpus == pytest.approx(0.95 * 64 - 4)
+        assert [n for n in c.notes if "in use during c" in n]
 
 
 def test_runs_are_listed_next_to_each_other(tmp_path: Path) -> None:

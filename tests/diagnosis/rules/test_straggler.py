@@ -463,7 +463,9 @@ def test_equally_slow_loaders_are_no_straggler(fetching: float | None, culprits:
     found = stragglers(job(first, late, host_cpu_pct=20.0))
     assert [f.culprits for f in found] == ([culprits] if culprits else [])
     if culprits:  # the speed of the others' loaders limits the gain of a faster one, and so does their wait
-        at_most = re.search(r"loses (\d+) ms of a step of (\d+) ms \(medians\); .* would take at most (\d+) % less", found[0].cost)
+        at_most = re.search(
+            r"loses (\d+) ms of a step of (\d+) ms \(medians\); .* would take at most (\d+) % less", found[0].cost
+        )
         assert (at_most is None) is (fetching is None)
         if at_most is not None and fetching is not None:
             waits_ms, step_ms, less = map(int, at_most.groups())
@@ -681,7 +683,9 @@ def test_time_without_a_cpu_is_not_the_ranks_own_work() -> None:
     for one in (found(0.02), found(None), found(0.5, 40.0), found(0.2, extra_ms=200.0)):
         assert (only(one).culprits, only(one).cause) == ((1,), "backward")
     lacking = only(found(0.2, extra_ms=200.0)).message
-    assert re.search(r"(\d+) ms longer per step than on the others \((\d+) ms of them without a CPU\), slowest", lacking)
+    assert re.search(
+        r"(\d+) ms longer per step than on the others \((\d+) ms of them without a CPU\), slowest", lacking
+    )
     assert "without a CPU" not in only(found(0.5, 40.0)).message
 
 
