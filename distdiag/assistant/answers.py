@@ -107,7 +107,7 @@ def _lines_of(run: Run) -> stacks.Stacks:
     ranks = {
         str(r.rank): stacks.RankStack(
             stack=(f"{r.function or '?'} {r.file}:{r.line}",) if r.file else (),
-            op=f"{r.waiting_op} #{r.waiting_seq}" if r.waiting_op else None,
+            op=r.waiting(),
             note=f"no line known ({r.life})",
         )
         for r in run.ranks()

@@ -150,6 +150,7 @@ def _row(
     others = _median_low_of_others(selfs, own) if own is not None else None
     last = r.calls[-1] if r.calls else None
     b = r.blocked
+    numbered = b is not None and b.op != "init_process_group"  # that has no group yet
     changed = {
         "t_s": s.t_s,
         "phase": "collective" if b is not None else r.phase,
@@ -158,8 +159,8 @@ def _row(
         "line": r.current_site.line if r.current_site else None,
         "function": r.current_site.function if r.current_site else None,
         "waiting_op": (b.op or "collective") if b else None,
-        "waiting_group": b.group if b else None,
-        "waiting_seq": b.seq if b else None,
+        "waiting_group": b.group if b and numbered else None,
+        "waiting_seq": b.seq if b and numbered else None,
         "waiting_bytes": b.bytes if b else None,
         "waiting_age_s": s.t_s - b.entered_s if b is not None and b.entered_s is not None else None,
         "delta_self_ms": own - others if own is not None and others is not None else None,

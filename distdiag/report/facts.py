@@ -34,7 +34,7 @@ ENOUGH_FOR_P99 = 100
 _KNOWN_META = frozenset({
     "schema_version", "monitor_host", "monitor_pid", "monitor_ended", "node", "distdiag", "torch", "python", "cuda",
     "nccl", "state", "state_text", "state_since_s", "started_unix_s", "ended_s", "heartbeat_unix_s", "memory_cgroup", "command",
-    "name", "attempt", "backend", "world_size", "checks",
+    "name", "attempt", "backend", "world_size", "checks", "hang_ended_s",
 })  # fmt: skip
 
 
@@ -139,6 +139,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     name: str
     state: str
+    state_text: str | None  # what decided it
     monitor: str
     started_unix_s: float | None
     duration_s: float | None
@@ -194,6 +195,7 @@ def read_facts(run: Run) -> RunFacts:
         run=str(run.path.resolve()),  # not reports/latest, which moves on
         name=meta.get("name") or run.path.resolve().name,
         state=report.state,
+        state_text=report.state_text,
         monitor=str(run.monitor(meta)),
         started_unix_s=number(meta.get("started_unix_s")),
         duration_s=ended if ended is not None else newest,
@@ -251,7 +253,7 @@ def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
         if row is not None:
             values |= {name: getattr(row, name) for name in _OF_ROW}
             values["place"] = line_text(row.file, row.line, row.function) if row.file else None
-            values["waiting"] = f"{row.waiting_op} #{row.waiting_seq} ({row.waiting_group})" if row.waiting_op else None
+            values["waiting"] = row.waiting()
         if own is not None:
             values |= {c: step_tables.median(own[c]) for c in (*TIMES, *DDP_TIMES)} | {"steps": len(own)}
             step_mean_ms, wait_mean_ms = step_tables.mean(own["step_ms"]), step_tables.mean(own["wait_ms"])
@@ -367,7 +369,7 @@ def notable_ranks(ranks: tuple[RankSummary, ...], most: int) -> tuple[RankSummar
 
 def verdict_words(facts: RunFacts) -> str:
     """Return the state as a sentence, with the time that it is of if the job was still running."""
-    words = _STATE_WORDS.get(facts.state, "")
+    words = (facts.state in (State.ENDED, State.FAILED) and facts.state_text) or _STATE_WORDS.get(facts.state, "")
     if facts.monitor != Monitor.LIVE or facts.started_unix_s is None or facts.duration_s is None:
         return words
     newest = local_time(facts.started_unix_s + facts.duration_s, "%H:%M:%S")

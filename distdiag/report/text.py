@@ -149,7 +149,7 @@ def _ranks(facts: RunFacts) -> list[str]:
         return []
     some = f", {len(shown)} of {len(facts.ranks):,}" if len(shown) < len(facts.ranks) else ""
     lines = _table(
-        f"Ranks{some} (ms per step: mean, then medians; time waited for others, and its share; the slow rank waits least)",
+        f"Ranks{some} (ms per step: mean, then medians; time waited for others, and its share; the slow rank waits least; fwd, bwd include waiting)",
         _RANKS,
         shown,
     )

@@ -69,9 +69,9 @@ def gradient_words(g: Gradients) -> str:
 
 
 def gradient_times(g: Gradients) -> str:
-    """Return `31.0 ms of communication a step, 14.2 ms of it exposed (medians of …); …`."""
+    """Return `31.0 ms of communication a step, 14.2 ms of it exposed (not hidden by computation; medians of …); …`."""
     return (
-        f"{milliseconds(g.comm_ms)} ms of communication a step, {milliseconds(g.exposed_ms)} ms of it exposed (medians of"
+        f"{milliseconds(g.comm_ms)} ms of communication a step, {milliseconds(g.exposed_ms)} ms of it exposed (not hidden by computation; medians of"
         f" {number(g.steps)} measured steps of the rank with the least); in all of them {percent(g.exposed_share)} of step time is exposed"
     )
 

@@ -74,6 +74,12 @@ class RankRow(Row, frozen=True, kw_only=True, gc=False):
     slowest_in: int | None = None  # of the last 50 steps, how many this rank was the slowest of
     activity: str | None = None  # words of findings.Where.state
 
+    def waiting(self, *more: str) -> str | None:
+        """Return `all_reduce #417 (default_pg)`, with more in its parentheses; None if the rank is in no collective."""
+        number = f" #{self.waiting_seq}" if self.waiting_seq is not None else ""
+        details = ", ".join(x for x in (self.waiting_group, *more) if x)
+        return self.waiting_op and f"{self.waiting_op}{number}" + (f" ({details})" if details else "")
+
 
 TABLE_COLUMNS = RankRow.__struct_fields__[:28]  # the columns of table `rank`
 

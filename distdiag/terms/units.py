@@ -113,9 +113,11 @@ def duration(seconds: float | None) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """Return `0.4 s`, `31 s`, `12 min`: rounded, for sentences about what a job does."""
+    """Return `0.4 s`, `31 s`, `12 min`, `3 hours`: rounded, for sentences about what a job does."""
     if seconds < 10:
         return f"{seconds:.1f} s"
+    if seconds >= 7200:
+        return rough_time(seconds)
     return f"{seconds:.0f} s" if seconds < 180 else f"{seconds / 60:.0f} min"
 
 

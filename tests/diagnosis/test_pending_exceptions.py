@@ -74,7 +74,7 @@ def test_a_stall_shows_the_exception_that_its_rank_handles() -> None:
     s = waits_for_rank_one(80.0, 100.0, activity="stdin", **RAISED)
     (f,) = findings(s, stall)
     assert (
-        "it waits for standard input at train.py:40 in main, while it handles KeyError: 'device', raised at data.py:27"
+        "rank 1 waits for standard input at train.py:40 in main, while it handles KeyError: 'device', raised at data.py:27"
         in f.message
     )
 

@@ -185,10 +185,10 @@ def test_a_return_before_the_key_is_set_is_to_blame_for_those_that_wait_for_it(a
     )
     plain = KEYED.replace("        if path.exists():\n            return read(path)\n", "\n\n")
     f = only(findings(job(first, *others), stall, source={FILE: plain}.get))
-    assert f.culprits == (1, 2) and "each waits for a key of a store at train.py:8" in f.message
+    assert f.culprits == (1, 2) and "each of ranks 1, 2 waits for a key of a store at train.py:8" in f.message
     service = plain.replace("self.store", "feature_store")
     f = only(findings(job(first, *others), stall, source={FILE: service}.get))
-    assert "each waits for a key of a store at" not in f.message, "that may be any service"
+    assert "waits for a key of a store at" not in f.message, "that may be any service"
 
 
 def waits_for_keys(keys: dict[int, str], first: dict[str, object], **more: object) -> list[Finding]:

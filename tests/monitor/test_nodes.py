@@ -95,9 +95,9 @@ def test_ranks_of_other_nodes_are_named_with_their_hosts(tmp_path: Path) -> None
     found = hosts(tmp_path)
     assert found == {0: "node-a", 1: "node-a", 2: "node-b", 3: "node-b"}
     there = absent_text([2, 3], found, ["node-a"])
-    assert "ranks 2-3 are on host node-b: run `distdiag profile` there" in there
-    assert "rank 1 is not alive on this node; ranks 2-3 are on host" in absent_text([1, 2, 3], found, ["node-a"])
-    assert "ranks 2-3 are on another node" in absent_text([2, 3], {}, ["node-a"])  # no shared run directory
+    assert "ranks 2, 3 are on host node-b: run `distdiag profile` there" in there
+    assert "rank 1 is not alive on this node; ranks 2, 3 are on host" in absent_text([1, 2, 3], found, ["node-a"])
+    assert "ranks 2, 3 are on another node" in absent_text([2, 3], {}, ["node-a"])  # no shared run directory
     assert hosts(tmp_path / "nothing") == {}
 
 

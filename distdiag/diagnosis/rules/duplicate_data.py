@@ -48,7 +48,7 @@ limits = Limits()
 SPLIT = 1 << 33  # bit of a data set's index: it is a Subset
 BY_INDEX = 1 << 32  # bit of the number of a sampled epoch: its samples are what the sampler has drawn
 _EXCHANGES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
-_REPEATED = "{repeated} of {world} ranks repeat the work of another"
+_REPEATED = "{repeated} of {world} ranks train on what another rank trains on: their work adds nothing"
 SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same batches{site}{also}", _REPEATED,
     "{do}", proved=True)  # fmt: skip
 SAME_LABELS = Template(kind, "same_batches_on_ranks",
@@ -65,7 +65,7 @@ OVERLAP = Template(kind, "same_batches_on_ranks",
     severity=Severity.INFO)  # fmt: skip
 SHIFTED = Template(kind, "same_batches_on_ranks",
     "{same} train on the same batches, {first} {n} step{n:|s} before {second}{site}",
-    "{repeated} of {world} ranks repeat the work of another, a few steps later",
+    "{repeated} of {world} ranks train on what another rank has trained on a few steps before",
     "each rank begins at another batch and then takes all of them: let it take one in {world} (`islice(batches, rank, None, "
     "world_size)`), or a part of its own", proved=True)  # fmt: skip
 APART = Template(kind, "same_batches_on_ranks",

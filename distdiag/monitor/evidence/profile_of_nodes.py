@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from distdiag import files
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.files import MOST_BYTES
 from distdiag.monitor.cluster.messages import MARGIN_BYTES, Ask, BadMessage, Profile, pack, unpack
 from distdiag.monitor.cluster.messages import MOST_BYTES as MOST_SENT
@@ -83,7 +84,7 @@ def take(
     chosen = request_profile.choose(views, wanted, elsewhere)
     alone = not elsewhere or (wanted is not None and here.issuperset(wanted))
     first = request_profile.first_step(views, LEAD_S if alone else NODES_LEAD_S)
-    names = [f"rank {fold_ranks([v.rank for v in chosen])}"] if chosen else []
+    names = [rank_list([v.rank for v in chosen])] if chosen else []
     whose = " and ".join([*names, *([] if alone else ["other nodes"])])
     report(f"steps {first} to {first + steps - 1} of {whose}")
     if alone:

@@ -23,6 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from distdiag import files
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call
 from distdiag.diagnosis.step_times import self_ms
 from distdiag.errors import DistdiagError, ExitCode
@@ -79,7 +80,7 @@ def choose(views: Collection[RankView], wanted: Collection[int] | None, elsewher
     missing = sorted(set(wanted or ()) - set(by_rank))
     if missing and not elsewhere:
         raise DistdiagError(
-            f"rank {fold_ranks(missing)} is not alive on this node",
+            f"{_named(missing)} not alive on this node",
             f"choose from {fold_ranks(sorted(by_rank))}; for ranks of another node run the command there",
         )
     return [v for q, v in sorted(by_rank.items()) if wanted is None or q in wanted]
@@ -114,7 +115,7 @@ def absent_text(missing: Collection[int], host_of: Mapping[int, str], own_hosts:
 
 
 def _named(ranks: list[int]) -> str:
-    return f"rank {fold_ranks(ranks)} is" if len(ranks) == 1 else f"ranks {fold_ranks(ranks)} are"
+    return f"{rank_list(ranks)} {'is' if len(ranks) == 1 else 'are'}"
 
 
 def self_times(views: Collection[RankView]) -> dict[int, float]:

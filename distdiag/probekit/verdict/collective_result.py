@@ -183,8 +183,8 @@ def explanation(op: str, result: Result) -> list[str]:
         slow, fast = f["bandwidth_ci95"]
         lines.append(
             f"fit: {time_text(f['latency_us'])} [{time_text(low)}, {time_text(high)}] + size / "
-            f"{f['bandwidth_gbps']:.3g} GB/s [{slow:.3g}, {fast:.3g}]; half of it at {message_size(f['half_bandwidth_bytes'])}"
-            f"; the fit is off by up to {f['worst_error']:.0%}"
+            f"{f['bandwidth_gbps']:.3g} GB/s [{slow:.3g}, {fast:.3g}]; half that bandwidth at {message_size(f['half_bandwidth_bytes'])}"
+            f"; a measured time differs from this line by up to {f['worst_error']:.0%}"
         )
         largest = max(r.bytes for r in result.rows)
         # not if latency dominates all sizes, or if a late rank caused the times

@@ -81,7 +81,7 @@ def state_of(row: RankRow, mark: Mark, stuck: bool = False) -> tuple[str, str]:
     if life == Life.STOPPED:
         return "stopped", mark.style or WARN.style
     if life == Life.MISSING:
-        return "no page", WAIT.style
+        return "not seen", WAIT.style
     if life == Life.DETACHED:
         return "detached", "muted"
     if mark.level >= WARN.level:

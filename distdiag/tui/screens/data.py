@@ -88,7 +88,7 @@ COLUMNS = (
     _C("", "batch", 6, "batch size: unequal ones weigh gradients unequally", lambda s: _compare(s.of("batch_size"), s.usual_size)),
     _C("", "epoch", 5, "how often the loader was started", lambda s: integer(s.of("epoch")), ">", 4),
     _C("", "sampler", 10, "DistributedSampler and its epoch (does set_epoch move?)", _sampler, "<", 1),
-    _C("", "data", 12, "fingerprint of the first batches; twice: another rank has it; again: as last epoch", _fingerprint, "<", 2),
+    _C("", "first batch", 12, "fingerprint of the first batches; twice: another rank has the same; again: the same as last epoch", _fingerprint, "<", 2),
     _C("", "workers", 7, "DataLoader workers", lambda s: integer(s.of("workers")), ">", 5),
     _C("", "samples", 9, "length of the dataset", lambda s: integer(s.of("dataset_length")), ">", 6),
     _C("", "shuffle", 7, "whether the sampler shuffles", lambda s: _yes(s.of("shuffle")), "<", 9),

@@ -107,7 +107,9 @@ def _details(p: ProbeResult, body: dict[str, Any], comm: CommData | None, width:
             decimal(as_number(model.get("bandwidth_gbps")), 2),
         )
         half = size(as_number(model.get("half_bandwidth_bytes")))
-        out.append(line((f" fit: latency {latency} us, bandwidth {bandwidth} GB/s, half of it at {half}", "muted")))
+        out.append(
+            line((f" fit: latency {latency} us, bandwidth {bandwidth} GB/s, half that bandwidth at {half}", "muted"))
+        )
     return out
 
 

@@ -116,8 +116,8 @@ def _now(row: RankRow, width: int) -> list[Line]:
     """Return a sentence about what the rank does now."""
     doing = f"{clean(row.phase or 'phase not known')} for {seconds(row.phase_age_s)}"
     if row.waiting_op:
-        number = f" #{row.waiting_seq}" if row.waiting_seq is not None else ""
-        doing = f"waits in {clean(row.waiting_op)}{number} ({clean(row.waiting_group or '?')}, {size(row.waiting_bytes)}) for {seconds(row.waiting_age_s)}"
+        nbytes = size(row.waiting_bytes) if row.waiting_bytes is not None else ""
+        doing = f"waits in {clean(row.waiting(nbytes) or '')} for {seconds(row.waiting_age_s)}"
     elif row.activity and row.activity not in ("user_code", row.phase):
         doing += f", {SHOWN.get(row.activity) or clean(row.activity)}"
     out = [line((" now    ", "muted"), doing)]

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.store.liveness import Monitor
+from distdiag.terms.units import counted
 from distdiag.tui.data import stacks_data
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.data.stacks_data import StacksData, TreeLine, parsed
@@ -65,12 +66,12 @@ def _source_lines(data: StacksData, width: int, room: int) -> list[Line]:
 
 
 def _tree_line(t: TreeLine, total: int, width: int) -> Line:
-    """Return `ranks 0–2 (3 of 4)  main  train.py:91`: the ranks, then function and site."""
+    """Return `ranks 0–2 (3 of 4 ranks)  main  train.py:91`: the ranks, then function and site."""
     frame = parsed(t.frame)
     indent = "   " + "  " * t.depth
     who, style = "", ""
     if t.splits or t.first:
-        who = f"{rank_list(t.ranks)} ({len(t.ranks):,} of {total:,})  "
+        who = f"{rank_list(t.ranks)} ({len(t.ranks):,} of {counted(total, 'rank')})  "
         style = "warning" if t.splits and len(t.ranks) * 4 <= total else "bold"
     room = width - cells(indent) - cells(who) - 2
     if frame is None:

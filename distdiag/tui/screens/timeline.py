@@ -62,9 +62,7 @@ def now_of(row: RankRow, after: float, now: float, waited: Where | None = None) 
     out: list[Segment] = []
     if row.waiting_op:
         age, name = row.waiting_age_s or 0.0, "wait"
-        number = f" #{row.waiting_seq}" if row.waiting_seq is not None else ""
-        group = f" ({clean(row.waiting_group)})" if row.waiting_group else ""
-        text = f"waits in {clean(row.waiting_op)}{number}{group} for {seconds(age)}"
+        text = f"waits in {clean(row.waiting() or '')} for {seconds(age)}"
     else:
         age, name = row.phase_age_s or 0.0, _area(row.phase)
         text = f"{clean(row.phase or '')} for {seconds(age)}" + (f" at {place(row.file, row.line)}" if row.file else "")

@@ -443,7 +443,9 @@ def test_ranks_that_share_their_batches_in_pairs_are_named_in_pairs() -> None:
     s = job(*(rank(q, loaders=(x,)) for q, x in enumerate(loaders)))
     f = only([f for f in data(s, PLAIN) if f.kind == "duplicate_data"])
     assert "ranks 0, 1 train on the same batches" in f.message and f.message.endswith(", and so do ranks 2, 3")
-    assert "4 ranks get 2 different parts of the data" in f.advice and f.cost.startswith("2 of 4 ranks repeat")
+    assert "4 ranks get 2 different parts of the data" in f.advice and f.cost.startswith(
+        "2 of 4 ranks train on what another"
+    )
 
 
 def test_a_batch_without_a_fingerprint_does_not_hide_that_the_others_are_the_same() -> None:
