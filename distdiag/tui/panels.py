@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distdiag.diagnosis.model.findings import Finding, Where
+from distdiag.diagnosis.text.finding import head_and_more
 from distdiag.terms.activity import SHOWN
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.data.state import JobState, closing_lines, job_state
@@ -132,7 +133,7 @@ def names_text(names: Sequence[str], most: int) -> str:
 
 
 def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool = False) -> list[Line]:
-    """Return one finding: only its first line (wrapped, never cut), or also cost, where and what to do.
+    """Return one finding: only its first line (wrapped, never cut), or also what to do, the cost, where, and more of a long message.
 
     Args:
         f: Texts in it come from the job: they are cleaned here.
@@ -141,7 +142,8 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
         message_only: Without cost, site and advice.
     """
     mark, text = severity.of_finding(f.severity), clean(f.kind)
-    text += f"  {clean(f.message)}" if f.message else ""
+    head, rest = head_and_more(clean(f.message)) if full and not message_only else (clean(f.message), "")
+    text += f"  {head}" if head else ""
     closed = f.cleared_s is not None
     style = "muted" if closed else mark.style
     hit = f"finding:{f.key}"
@@ -157,7 +159,7 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
     out = labelled(lead, text, width - 1, "muted" if closed else "", hit, of_label=f"{style} bold")
     if message_only:
         return out
-    details = []
+    details = [("do", clean(f.advice))] if f.advice else []
     if f.cost:
         details.append(("cost", clean(f.cost)))
     if f.where:
@@ -166,8 +168,8 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
         details.append(("where", shown + more))
     if f.names:
         details.append(("names", names_text(f.names, 3)))
-    if f.advice:
-        details.append(("do", clean(f.advice)))
+    if rest:
+        details.append(("more", rest))
     for word, value in details:
         out += labelled(f"   {word:6}  ", value, width, "muted" if closed else "", hit)
     return out
@@ -222,7 +224,7 @@ def _some_findings(
         elif i == 0 and room == 2 and len(short := _two_lines(f, width, "")) == 2:
             body += short
         elif i == 0 and room >= 2:
-            body += cut(full, room)
+            body += cut(full, room, ui.opens("5", "findings"))
         elif room >= 1:
             body += finding_lines(f, width, full=False)
         else:

@@ -199,8 +199,8 @@ def test_equal_data_and_uneven_lengths_are_shown(runs: MakeRun) -> None:
 
 def test_the_odd_rank_is_alone_in_the_tree(runs: MakeRun) -> None:
     text = _check(runs(Scenario(state="deadlocked", ranks=8)), "stacks", Ui(page="stacks"), 120, 30)
-    assert any("rank 5 (1 of 8)" in x and "next_batch" in x for x in text)
-    assert any("ranks 0–4, 6, 7 (7 of 8)" in x and "train_step" in x for x in text)
+    assert any("rank 5 (1 of 8 ranks)" in x and "next_batch" in x for x in text)
+    assert any("ranks 0–4, 6, 7 (7 of 8 ranks)" in x and "train_step" in x for x in text)
 
 
 def test_a_past_view_shows_only_what_was_known_then(runs: MakeRun) -> None:

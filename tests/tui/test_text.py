@@ -14,7 +14,7 @@ from distdiag.store.frames import RankRow
 from distdiag.terms.quantiles import median_low, quantile
 from distdiag.tui.data.snapshot import known_at
 from distdiag.tui.draw import severity
-from distdiag.tui.draw.lines import fitted, hit_at, line, plain, width_of
+from distdiag.tui.draw.lines import cut, fitted, hit_at, line, plain, width_of
 from distdiag.tui.draw.table import Column, choose
 from distdiag.tui.draw.text import (
     cells,
@@ -120,7 +120,7 @@ def test_more_important_columns_win() -> None:
 @pytest.mark.parametrize(
     ("life", "severe", "word", "glyph"),
     [
-        ("running", None, "ok", "·"), ("running", "warning", "WARNING", "▲"), ("running", "error", "ERROR", "█"), ("missing", None, "no page", "○"),
+        ("running", None, "ok", "·"), ("running", "warning", "WARNING", "▲"), ("running", "error", "ERROR", "█"), ("missing", None, "not seen", "○"),
         ("killed", None, "SIGKILL", "×"), ("crashed", None, "ValueError", "×"), ("silent", None, "silent 14.0 s", "×"), ("finished", None, "done", "·"),
         ("stopped", "error", "stopped", "█"), ("starting", None, "init", "·"), ("running", "info", "ok", "·"), ("new word", None, "ok", "·"),
     ],
@@ -150,6 +150,19 @@ def test_a_suspected_findings_details_claim_no_proof() -> None:
     assert words == ["when", "culprit", "victims", "files"]
 
 
+def test_what_to_do_comes_before_the_rest_of_a_long_message() -> None:
+    head, rest = (
+        "rank 0 skipped barrier (train.py:9): `if best` (line 7)",
+        "rank 0 is in all_reduce " + "at train.py:12 " * 9,
+    )
+    f = Finding(
+        kind="deadlock", message=f"{head}; {rest}", cost="no progress", advice="let all ranks decide", severity="error"
+    )
+    texts = [plain(x) for x in finding_lines(f, 80)]
+    assert texts[0].endswith("`if best` (line") and [x.split()[0] for x in texts[2:5]] == ["do", "cost", "more"]
+    assert plain(cut(finding_lines(f, 80), 4, "press 5")[-1]).endswith("more lines: press 5")
+
+
 def test_a_finding_is_four_lines_with_certainty() -> None:
     f = Finding(
         kind="stall",
@@ -161,7 +174,7 @@ def test_a_finding_is_four_lines_with_certainty() -> None:
         first_seen_s=3.0,
     )
     texts = [plain(x) for x in finding_lines(f, 80)]
-    assert texts == [" ▲ WARNING stall  rank 1 is busy (suspected)", "   cost    nothing yet", "   do      wait"]
+    assert texts == [" ▲ WARNING stall  rank 1 is busy (suspected)", "   do      wait", "   cost    nothing yet"]
     import msgspec
 
     closed = plain(finding_lines(msgspec.structs.replace(f, cleared_s=9.5), 80)[0])

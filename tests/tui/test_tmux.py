@@ -38,7 +38,7 @@ def test_keys_work_in_a_real_terminal(runs: MakeRun) -> None:
         t.type("Escape")
         t.until("1 Ranks")  # a key right after Escape would be read as Alt plus that key
         t.type("7")
-        t.until("rank 5 (1 of 8)")
+        t.until("rank 5 (1 of 8 ranks)")
         t.type("1", "/")
         t.until("Enter keeps")
         t.type("r", "a", "n", "k", "Space", "3", "Enter")

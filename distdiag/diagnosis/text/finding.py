@@ -70,7 +70,7 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     where, waiting = listed(f.where), listed(f.waiting)
     if waiting and where not in ("", waiting):
         where += f"; waiting: {waiting}"
-    head, more = _first_clause(f.message) if len(f.message) > LONG else (f.message, "")
+    head, more = head_and_more(f.message)
     lines = [("", f"{GLYPHS[severity]} {WORDS[severity]} {f.title}{certain}  {head}{gone}")]
     rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
     lines += [(label, text) for label, text in rest if text]
@@ -80,9 +80,9 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     return out
 
 
-def _first_clause(message: str) -> tuple[str, str]:
-    """Return a message up to its first semicolon outside of parentheses, and the rest."""
-    parts = message.split("; ")
+def head_and_more(message: str) -> tuple[str, str]:
+    """Return a long message up to its first semicolon outside of parentheses, and the rest; a short one whole."""
+    parts = message.split("; ") if len(message) > LONG else []
     for n in range(1, len(parts)):
         head = "; ".join(parts[:n])
         if head.count("(") == head.count(")"):

@@ -98,12 +98,12 @@ def rule(width: int, title: str = "") -> Line:
     return line((" ─", "muted"), (title, "muted"), ("─" * max(0, width - 2 - cells(title)), "muted"))
 
 
-def cut(lines: list[Line], room: int) -> list[Line]:
-    """Return at most `room` lines; if some are left out, the last line counts them."""
+def cut(lines: list[Line], room: int, how: str = "a taller terminal shows them") -> list[Line]:
+    """Return at most `room` lines; if some are left out, the last line counts them, and says how to see them."""
     if len(lines) <= room:
         return lines
     missing = counted(len(lines) - room + 1, "more line")
-    return [*lines[: room - 1], line((f"   … {missing}: a taller terminal shows them", "muted"))]
+    return [*lines[: room - 1], line((f"   … {missing}: {how}", "muted"))]
 
 
 def hit_at(text: Line, x: int) -> str:

@@ -72,7 +72,7 @@ class RankPage(Page[RankData]):
                 sheet.note(f"   rank {ui.rank} is not part of this run, which has {ranks}", "warning")
             return sheet.done()
         row, mark = snap.frame.table.row(at), snap.summary.marks[at]
-        sheet = Sheet(width, height, _findings(snap, row.rank, width, max(4, height // 4)))
+        sheet = Sheet(width, height, _findings(snap, ui, row.rank, width, max(4, height // 4)))
         sheet.add(_title(snap, row, mark, width), *_now(row, width))
         stack = _stack(data, row, snap, ui, width, height)
         calls = _collectives(data, 20 if height >= 60 else 8 if height >= 40 else 3)
@@ -90,13 +90,13 @@ class RankPage(Page[RankData]):
         return sheet.done()
 
 
-def _findings(snap: Snapshot, rank: int, width: int, most: int) -> list[Line]:
+def _findings(snap: Snapshot, ui: Ui, rank: int, width: int, most: int) -> list[Line]:
     """Return the worst finding about a rank in at most so many lines; one that blames it before others."""
     about = [f for f in snap.open_findings if rank in f.culprits] or [
         f for f in snap.open_findings if rank in f.victims
     ]
     flag = [rule(width), *finding_lines(about[0], width)] if about else []
-    return cut(flag, most)
+    return cut(flag, most, ui.opens("5", "findings"))
 
 
 def _title(snap: Snapshot, row: RankRow, mark: severity.Mark, width: int) -> Line:
