@@ -22,8 +22,8 @@ from distdiag.streams import say, say_json
 def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> int:
     """Print the stacks and in-flight collectives of every rank, now.
 
-    Asks each rank's C++ worker server, which answers even if Python is stuck. Merges the stacks into one tree and saves
-    them in the run directory: stacks/latest.json, flight_recorder/rank_N.json, flight_recorder/torchfrtrace/ (readable by
+    Asks each rank's C++ worker server, which answers even if Python is stuck. Merges the stacks into one tree, in which `>` marks
+    your own code, and saves them in the run directory: stacks/latest.json, flight_recorder/rank_N.json, flight_recorder/torchfrtrace/ (readable by
     torchfrtrace). On node 0, also the ranks of nodes that do not see RUN. RUN: default reports/latest.
     """
     from concurrent.futures import ThreadPoolExecutor

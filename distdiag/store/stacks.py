@@ -9,12 +9,14 @@ from pathlib import Path
 import msgspec
 
 from distdiag import files
+from distdiag.terms.frames import USER, owner
 from distdiag.terms.units import counted
 from distdiag.terms.untrusted import cut, visible
 
 NAME = "stacks/latest.json"
 MAX_FRAMES = 400  # of one stack; each is a level of the tree
 MAX_FRAME = 400  # characters of a frame in the tree's lines
+_FILE = re.compile(r" (/.*):[0-9]+$")  # of a frame
 _RANK = re.compile(r"[0-9]{1,6}")
 
 
@@ -63,7 +65,10 @@ def merge(stacks: Stacks) -> list[Branch]:
 
 
 def tree_lines(branches: list[Branch], indent: int = 0, above: int = 0) -> list[str]:
-    """Return the merged tree as lines: `3 ranks  all_reduce …`. A branch omits the ranks if its parent has the same."""
+    """Return the merged tree as lines: `3 ranks  all_reduce …`. A branch omits the ranks if its parent has the same.
+
+    `>` marks frames of the user's own code.
+    """
     out: list[str] = []
     for b in branches:
         ranks = b.ranks
@@ -71,7 +76,8 @@ def tree_lines(branches: list[Branch], indent: int = 0, above: int = 0) -> list[
         if len(ranks) != above:
             shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
             head = f"{counted(len(ranks), 'rank')} ({shown})  "
-        out.append("  " * indent + head + cut(visible(b.frame), MAX_FRAME))
+        mark = "> " if (at := _FILE.search(b.frame)) and owner(at[1]) == USER else ""
+        out.append("  " * indent + head + mark + cut(visible(b.frame), MAX_FRAME))
         out += tree_lines(b.children, indent + 1, len(ranks))
     return out
 

@@ -314,6 +314,24 @@ def test_stacks_merge_into_a_tree_with_the_odd_one_last(tmp_path: Path) -> None:
     assert stacks.read(tmp_path) is None
 
 
+def test_the_users_own_frames_are_marked() -> None:
+    torch = "/venv/lib/python3.11/site-packages/torch/_tensor.py"
+    stack = (
+        "main /home/me/my job/train.py:10",
+        f"backward {torch}:623",
+        "in a worker of its data loader: read /home/me/set.py:3",
+    )
+    lines = stacks.tree_lines(
+        stacks.merge(stacks.Stacks(t_s=1.0, ranks={"0": stacks.RankStack(stack=stack, op="barrier #4 default_pg")}))
+    )
+    assert [x.strip() for x in lines] == [
+        f"1 rank (0)  > {stack[0]}",
+        stack[1],
+        f"> {stack[2]}",
+        "in barrier #4 default_pg",
+    ]
+
+
 def test_the_store_imports_nothing_heavy() -> None:
     code = (
         "import sys, distdiag.store.writer, distdiag.store.reader, distdiag.store.rundir, distdiag.store.stacks\n"

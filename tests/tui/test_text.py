@@ -156,10 +156,15 @@ def test_what_to_do_comes_before_the_rest_of_a_long_message() -> None:
         "rank 0 is in all_reduce " + "at train.py:12 " * 9,
     )
     f = Finding(
-        kind="deadlock", message=f"{head}; {rest}", cost="no progress", advice="let all ranks decide", severity="error"
+        kind="deadlock",
+        message=f"{head}; {rest}",
+        cost="no progress",
+        advice="let all ranks decide",
+        severity="error",
+        certainty="proved",
     )
     texts = [plain(x) for x in finding_lines(f, 80)]
-    assert texts[0].endswith("`if best` (line") and [x.split()[0] for x in texts[2:5]] == ["do", "cost", "more"]
+    assert texts[0].endswith("`if best` (line 7)") and [x.split()[0] for x in texts[1:4]] == ["do", "cost", "more"]
     assert plain(cut(finding_lines(f, 80), 4, "press 5")[-1]).endswith("more lines: press 5")
 
 

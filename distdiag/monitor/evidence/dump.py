@@ -159,6 +159,8 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     if answered and state.activity == "gil_held":
         note = "GIL held"
     shown = tuple(f"{name} {file}:{line}" for file, line, name in reversed(_from_user(frames)))
+    workers = dict.fromkeys(f"{w.function} {w.file}:{w.line}" for w in state.workers if w is not None)
+    shown += tuple(f"in a worker of its data loader: {site}" for site in workers)
     groups = {
         name: {"name": name, "desc": group.description, "ranks": json.dumps(list(group.ranks))}
         for name, group in v.decoder.groups()
@@ -167,12 +169,13 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
 
 
 def _from_user(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]]:
-    """Return the frames without distdiag's and the interpreter's start. Library frames show what the user's line does."""
+    """Return the frames without distdiag's and the import system's. Library frames show what the user's line does."""
     ours = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
-    kept = [f for f in frames if not (f[0].startswith(ours) and kind_of_file(f[0]) == LIBRARY)]
-    while kept and kept[-1][0].startswith("<frozen"):
-        kept.pop()
-    return kept
+    return [
+        f
+        for f in frames
+        if not f[0].startswith("<frozen") and not (f[0].startswith(ours) and kind_of_file(f[0]) == LIBRARY)
+    ]
 
 
 def save(run_dir: Path, now_s: float, dumps: list[RankDump]) -> list[Path]:
