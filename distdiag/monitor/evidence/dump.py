@@ -20,6 +20,7 @@ from distdiag.files import MOST_BYTES
 from distdiag.monitor.cluster.messages import Ask
 from distdiag.monitor.cluster.questions import ask_each
 from distdiag.monitor.evidence import ask
+from distdiag.monitor.evidence.on_suspicion import waits_for_data, workers_of
 from distdiag.monitor.host import processes
 from distdiag.monitor.ranks.state import RankView
 from distdiag.page import directories
@@ -159,8 +160,9 @@ def _ask(v: RankView, timeout_s: float) -> RankDump:
     if answered and state.activity == "gil_held":
         note = "GIL held"
     shown = tuple(f"{name} {file}:{line}" for file, line, name in reversed(_from_user(frames)))
-    workers = dict.fromkeys(f"{w.function} {w.file}:{w.line}" for w in state.workers if w is not None)
-    shown += tuple(f"in a worker of its data loader: {site}" for site in workers)
+    if waits_for_data(v) and not stopped:
+        workers = dict.fromkeys(f"{w.function} {w.file}:{w.line}" for w in workers_of(v) if w is not None)
+        shown += tuple(f"in a worker of its data loader: {site}" for site in workers)
     groups = {
         name: {"name": name, "desc": group.description, "ranks": json.dumps(list(group.ranks))}
         for name, group in v.decoder.groups()

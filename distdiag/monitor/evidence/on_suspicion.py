@@ -40,6 +40,27 @@ def _started(pool: ThreadPoolExecutor) -> ThreadPoolExecutor:
     return pool
 
 
+def waits_for_data(v: RankView) -> bool:
+    """True of a rank in its loader, whose workers can be asked."""
+    return v.header.phase == Phase.DATA and bool(v.header.trace_signal) and v.header.blocked == Blocked.NO
+
+
+def workers_of(v: RankView) -> tuple[Site | None, ...]:
+    """Return where in the user's code the forked workers of a rank's DataLoaders are; None for one that is in none of it."""
+    h, found = v.header, []
+    # a child without the handler would die of the signal
+    children = procfs.children(h.pid, of_any_thread=True)
+    for pid in [c for c in children if processes.catches(c, h.trace_signal)][:MOST_WORKERS]:
+        try:
+            threads = ask.stacks_by_signal(v.reader.path, h.pid, h.trace_signal, 0.2, worker=pid)
+        except OSError:
+            continue
+        frames = ask.in_worker(ask.main_stack(threads))
+        if frames is not None:
+            found.append(next((Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER), None))
+    return tuple(found)
+
+
 class Gatherer:
     """Gathers evidence of stuck ranks, and keeps it in the run directory."""
 
@@ -95,26 +116,14 @@ class Gatherer:
 
     def _ask_workers(self, v: RankView, now_s: float) -> None:
         """Get the stacks of the DataLoader workers that a rank has waited for, for `LOADING_S` or more."""
-        h = v.header
         still_s = v.still_s(now_s)
-        if h.phase != Phase.DATA or still_s < LOADING_S or not h.trace_signal or h.blocked != Blocked.NO:
+        if still_s < LOADING_S or not waits_for_data(v):
             self.workers.pop(v.rank, None)
             return
         kept = self.workers.get(v.rank)
         if kept is not None and kept[0] == v.history.still_mark and now_s - kept[1] < WORKERS_KEPT_S:
             return
-        found: list[Site | None] = []
-        # the forked workers of its DataLoaders; a child without the handler would die of the signal
-        children = procfs.children(h.pid, of_any_thread=True)
-        for pid in [c for c in children if processes.catches(c, h.trace_signal)][:MOST_WORKERS]:
-            try:
-                threads = ask.stacks_by_signal(v.reader.path, h.pid, h.trace_signal, 0.2, worker=pid)
-            except OSError:
-                continue
-            frames = ask.in_worker(ask.main_stack(threads))
-            if frames is not None:
-                found.append(next((Site(f, n, name) for f, n, name in frames if kind_of_file(f) == USER), None))
-        self.workers[v.rank] = (v.history.still_mark, now_s, tuple(found))
+        self.workers[v.rank] = (v.history.still_mark, now_s, workers_of(v))
 
     def _stack_of_silent(self, v: RankView, now_s: float) -> None:
         """Get the main thread's user frames by signal: the GIL is held, so Python code cannot answer."""
