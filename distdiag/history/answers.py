@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SCHEMA = "distdiag.history/1"
 SURE, LEAST_CHANGE = 0.05, 0.05  # p-value of all series together; smallest change worth a line
 SHOWN = 1000
+SHOWN_ONCE = 10  # lines that only one run names
 
 # A run counts once, however many findings or ranks it has. n: the runs in which the host took part.
 _HOSTS = """
@@ -104,6 +105,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     first_unix_s: float | None
     last_unix_s: float | None
     states: dict[str, int]
+    known_hosts: int  # on which ranks ran
     hosts: tuple[HostAnswer, ...]
     lines: tuple[LineAnswer, ...]
     changes: tuple[ChangeAnswer, ...]
@@ -114,6 +116,7 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
 def answers(history: History, skipped: tuple[Broken, ...] = ()) -> Answers:
     (count, first, last), *_ = history.ask("SELECT count(*), min(started_unix_s), max(started_unix_s) FROM runs")
     (rows,), *_ = history.ask("SELECT count(*) FROM history")
+    (known,), *_ = history.ask("SELECT count(DISTINCT host) FROM ranks")
     states = history.ask("SELECT state, count(*) FROM runs GROUP BY state ORDER BY 2 DESC, 1")
     hosts = tuple(
         HostAnswer(host=host, kind=kind, **_counted(k, n, examples))
@@ -125,7 +128,8 @@ def answers(history: History, skipped: tuple[Broken, ...] = ()) -> Answers:
     )
     series = _series(history)
     return Answers(
-        runs=count, rows=rows, first_unix_s=first, last_unix_s=last, states=dict(states), hosts=hosts, lines=lines,
+        runs=count, rows=rows, first_unix_s=first, last_unix_s=last, states=dict(states), known_hosts=known,
+        hosts=hosts, lines=lines,
         changes=tuple(_changes(series)), series=len(series), skipped=skipped,
     )  # fmt: skip
 
@@ -165,19 +169,24 @@ def _changes(series: Series) -> list[ChangeAnswer]:
 
 
 def as_lines(found: Answers) -> list[str]:
-    """Return the answers as text, worst first; what one run alone shows is left to `distdiag diagnose`."""
+    """Return the answers as text, worst first; what one run alone shows only if no line is named in more of them.
+
+    A host is named if there are others: the only one had part in all that went wrong.
+    """
     states = ", ".join(f"{n} {state}" for state, n in found.states.items())
-    when = (
-        f", {_day(found.first_unix_s)} to {_day(found.last_unix_s)}" if found.first_unix_s and found.last_unix_s else ""
-    )
+    when = ""
+    if found.first_unix_s and found.last_unix_s:
+        when = ", " + " to ".join(dict.fromkeys((_day(found.first_unix_s), _day(found.last_unix_s))))
     out = [f"{counted(found.runs, 'run')}{when}: {states or 'no state'}"]
-    hosts = [h for h in found.hosts if h.count > 1]
-    lines = [x for x in found.lines if x.count > 1]
+    hosts = [h for h in found.hosts if h.count > 1 and found.known_hosts > 1]
+    repeated = [x for x in found.lines if x.count > 1]
+    lines = repeated or found.lines[:SHOWN_ONCE]
     out += ["", "Hosts named in more than one run:"] if hosts else []
     out += [f"  {h.host}: {h.kind} in {_share(h.count, h.runs, h.ci95)} runs" for h in hosts]
-    out += ["", "Lines named in more than one run:"] if lines else []
+    out += ["", f"Lines named in {'more than one run' if repeated else 'one run each'}:"] if lines else []
     out += [
-        f"  {line_text(x.file, x.line, x.function)}: {x.kind} in {_share(x.count, x.runs, x.ci95)} runs of {x.name}"
+        f"  {line_text(x.file, x.line, x.function)}: {x.kind} in "
+        + (f"{_share(x.count, x.runs, x.ci95)} runs of {x.name}" if repeated else ", ".join(x.examples))
         for x in lines
     ]
     out += ["", "Figures that changed:"] if found.changes else []

@@ -83,6 +83,16 @@ def test_several_findings_of_one_run_count_once(tmp_path: Path) -> None:
     }
 
 
+def test_the_only_host_is_not_blamed_and_a_line_that_one_run_names_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for i in range(3):
+        write_run(tmp_path / str(i), TUESDAY + i, hosts=("node0",), findings=(hang(88 + i),))
+    text = run(capsys, tmp_path)[1]
+    assert "node0" not in text and "3 runs, Tuesday 2026-11-24: 3 ended" in text
+    assert "train.py:89 in evaluate: deadlock in 1\n" in text.replace(f"{tmp_path}/", "")
+
+
 def test_the_databases_of_single_nodes_are_not_counted_again(tmp_path: Path) -> None:
     write_run(tmp_path / "a", TUESDAY, findings=(STRAGGLER,))
     write_run(tmp_path / "a/node_1", TUESDAY, findings=(STRAGGLER,))
