@@ -110,6 +110,7 @@ def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
     )
     report = diagnose(tmp_path, text)
     assert report.findings == () and report.state_text == "stopped by Ctrl-C (SIGINT)"
+    assert "when Ctrl-C came: rank 0 at run.py:7 in main" in report.notes
 
 
 @pytest.mark.parametrize(

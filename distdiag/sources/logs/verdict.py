@@ -34,6 +34,7 @@ from distdiag.terms.untrusted import MAX_RANKS
 
 MAX_FINDINGS = 6
 SHOWN_RUNS = 5  # that distdiag recorded
+SHOWN_SITES = 8  # of interrupted ranks
 # words of the exception by which a rank ends after such a report
 _REPORTED = (("unused_parameters", "finished reduction"), ("mismatch", "Cannot apply desired operation"))
 HUNG_S, HUNG_STEPS = 600.0, 20.0  # without a line, at least and as a multiple of the longest step, a job hangs
@@ -132,6 +133,7 @@ def judge_logs(
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
         notes=(
+            *([] if findings else _interrupted(found)),
             *([] if findings else advice_on_stop(text or "", "\n".join(f.text for f in found.facts))),
             *_notes(found, findings, bool(findings or text)),
         ),
@@ -357,6 +359,17 @@ def _nan(found: Collected, failed: bool = False) -> list[Finding]:
                     "look at the batch and the loss before it, lower the learning rate, clip gradients, and see the loss scale of fp16; a run that "
                     "distdiag records names the rank and the step where it began", culprits=culprits,
                     cost="" if failed else "what was trained since then is lost")]  # fmt: skip
+
+
+def _interrupted(found: Collected) -> list[str]:
+    """Return where the ranks were when Ctrl-C interrupted them, by the first traceback of each: nobody is blamed for that."""
+    sites: dict[str, set[int | None]] = {}
+    for f in found.named("interrupted"):
+        if f.site is not None and (f.rank is None or f.rank not in set[int | None]().union(*sites.values())):
+            sites.setdefault(at(f.site), set()).add(f.rank)
+    known = {site: {q for q in ranks if q is not None} for site, ranks in sites.items()}
+    each = [(rank_list(q) if (q := known[site]) else "a process") + site for site in [*sites][:SHOWN_SITES]]
+    return [f"when Ctrl-C came: {'; '.join(each)}"] if each else []
 
 
 def _stopped(found: Collected) -> str | None:
