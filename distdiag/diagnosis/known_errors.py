@@ -172,6 +172,7 @@ ROWS = (
     Known(bounded(r"Input/output error|[Tt]ransport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),
     Known(bounded(r"Default process group has not been initialized"), "call init_process_group before it, on every rank"),
     Known(bounded(r"out of memory"), FULL_GPU),
+    Known(bounded(r" \(in a DataLoader worker\)$"), "find the sample on which that line fails: with num_workers=0 it runs in the training process, where `breakpoint()` stops; let the line handle such a sample, or clean the data"),
 )  # fmt: skip
 
 

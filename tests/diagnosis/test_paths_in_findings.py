@@ -37,7 +37,9 @@ def test_a_forward_without_backward_decides_a_tie_and_its_condition_is_named() -
     f = only(s, source={FILE: text}.get)
     assert (f.kind, f.cause, f.culprits) == ("deadlock", "missing_rank", (0,))
     assert "in broadcast at train.py:2 in train_step (by DDP, before the forward) where" in f.message
-    assert "all_reduce at train.py:5 in train_step (DDP's gradients, in backward), both as call #90 of" in f.message
+    assert (
+        "all_reduce at train.py:5 in train_step (DDP's gradients, in backward), both as collective #90 of" in f.message
+    )
     assert "rank 0 ran 1 forward without backward (72 forwards, 70 backwards)" in f.message
     assert "`if loss.item() < 0.2` (train.py:3)" in f.message
     assert "backward of every forward on rank 0" in f.advice

@@ -244,7 +244,7 @@ def test_a_rank_that_left_a_loop_is_not_the_only_one_that_makes_the_next_call() 
     assert (f.kind, f.culprits) == ("deadlock", (1,))
     condition = f"`if rank == 1 and step == 5` (line {at['A'] + 1})"
     assert f.message.startswith(f"rank 1 left the loop before all_reduce (train.py:{at['A']}): {condition}; ")
-    assert "both as call #7 of default_pg" in f.message and "leave that loop in the same round" in f.advice
+    assert "both as collective #7 of default_pg" in f.message and "leave that loop in the same round" in f.advice
 
 
 def test_the_finding_of_two_ranks_names_the_condition() -> None:

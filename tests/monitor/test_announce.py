@@ -141,7 +141,7 @@ def test_what_is_printed_fits_80_columns_and_a_log_of_it_has_the_same_findings(
     error = Finding(
         kind="deadlock", cause="missing_rank", severity=Severity.ERROR, certainty=Certainty.PROVED, culprits=(1,),
         message="rank 1 skipped all_reduce (train.py:15): `if n_tokens > 0 and rank == 1` (line 31); rank 1 is in barrier"
-        " at train.py:27 in main where rank 0 is in all_reduce at train.py:14 in main, both as call #48 of default_pg",
+        " at train.py:27 in main where rank 0 is in all_reduce at train.py:14 in main, both as collective #48 of default_pg",
         cost="the job makes no progress", advice="make all_reduce on all ranks or on none: " + "or so, " * 20,
         victims=(0,), where=(Where(1, path, 27, "main"),), waiting=(Where(0, path, 14, "main"),),
     )  # fmt: skip

@@ -190,7 +190,7 @@ def test_of_calls_that_differ_for_longer_the_first_is_named(tmp_path: Path) -> N
             job.issue(r, "all_reduce", "0", step < 19, dtype="Half" if r == 2 and step > 3 else "Float", shape=(7,))
             job.issue(r, "all_reduce", "0", step < 19)
     f = only(diagnose(tmp_path, job))
-    assert summary(f) == ("mismatch", "dtype", (2,)) and "both as call #79 of" in f.message
+    assert summary(f) == ("mismatch", "dtype", (2,)) and "both as collective #79 of" in f.message
     assert "in call #49 rank 2 did not" in f.message
 
 

@@ -243,6 +243,8 @@ def accuse(case: Case) -> Testimony | None:
     if same:  # one line, in a wrapper for all calls: the arguments differ
         sizes = (compatible.elements(call) if call is not None else None for call in (first.made, first.due))
         made, due = (f"{made} of {counted(n, 'element')}" if n is not None else made for n in sizes)
+    elif first.made is not None and first.due is not None and first.made.op == first.due.op and first.due.site:
+        due = f"the one{at(first.due.site)}"
     did = "made an optimizer step" if first.made is None else f"made {made}"
     of_group = first.made is not None and first.made.group == case.wait.group and not case.wait.p2p
     seq = first.made.seq if first.made is not None and of_group else None

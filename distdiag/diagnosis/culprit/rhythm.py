@@ -68,9 +68,7 @@ def _by_gaps(case: Case) -> Testimony | None:
     if early:
         text = f"; {who} got there after {gap:,} collectives; earlier, all ranks got there after {usual:,}"
     else:
-        text = (
-            f"; {who} should be in the other call, too: earlier, all ranks came back to it after {usual:,} collectives"
-        )
+        text = f"; {who} should be in {compatible.op_name(call.op)}{at(call.site)}, too: so far all ranks were back there after {usual:,} collectives"
     there = f"{verb(odd, 'is', 'are')} {'early' if early else 'not'} in {compatible.op_name(call.op)}{at(call.site)}"
     advice = f"find why {who} {there}: fewer or more batches, a break, return or skipped batch on some ranks only"
     return Testimony(ranks=tuple(odd), text=text, advice=advice)

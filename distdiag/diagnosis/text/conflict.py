@@ -79,7 +79,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         reason = "; they make these calls in a different order, or not equally often" + reason
     elif not any(testimony.name is Reason.ORDER for testimony in verdict.also):
         reason = "; cannot tell which side is wrong" + reason
-    call = f", {'both' if len(sides) == 2 else 'each'} as call{number} of {group}" if number else f" ({group})"
+    call = f", {'both' if len(sides) == 2 else 'each'} as collective{number} of {group}" if number else f" ({group})"
     return f"{', '.join(texts)}{call}: {end}{reason}"
 
 

@@ -124,7 +124,7 @@ def in_the_loop(r: int, seq: int, *saved: int, trained: tuple[int, ...] = ()) ->
     ("waits", "trains", "culprits", "words"),
     [
         ((61, 121, 160), (160, 61, 121), (1,), "after 39 collectives; earlier, all ranks got there after 60"),
-        ((61, 121, 181), (181, 61, 121), (0,), "came back to it after 60"),
+        ((61, 121, 181), (181, 61, 121), (0,), "back there after 60"),
         ((1, 61, 121, 160), (160, 1, 61, 121), (1,), "after 39"),
         ((11, 61, 121, 160), (160, 11, 61, 121), (), "order"),  # no rhythm
         ((61, 121, 200), (200, 61, 121), (), "order"),  # a longer interval is no evidence

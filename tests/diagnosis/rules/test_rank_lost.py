@@ -88,6 +88,12 @@ def test_a_dead_loader_worker_is_not_the_fault_of_the_line_where_torch_raises() 
     assert f.advice.startswith("a DataLoader worker died: read what it printed")
 
 
+def test_what_a_worker_raised_is_looked_for_in_its_samples() -> None:
+    text = "IndexError: list index out of range (in a DataLoader worker)"
+    f = only(ended(job(rank(0, life=Life.CRASHED, exception=text, ended_s=9.0), rank(1))))
+    assert f.advice.startswith("find the sample on which that line fails")
+
+
 def test_the_text_of_an_exception_is_cut_between_words() -> None:
     text = how_it_ended(rank(0, life=Life.CRASHED, exception="ValueError: " + "label " * 60, ended_s=9.0))
     assert text.endswith("label label …; 1 of 1 failed") and len(text) < 160
