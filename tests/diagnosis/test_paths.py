@@ -13,6 +13,7 @@ from distdiag.diagnosis.culprit.paths import (
     conditions_between,
     leaving,
     rank_condition,
+    short_rounds,
 )
 from distdiag.diagnosis.model.rank_tests import reads_clock
 from distdiag.diagnosis.model.snapshot import Site
@@ -454,6 +455,8 @@ RELAYED = """
 def test_what_never_changes_in_a_rank_did_not_lead_it_away_this_time() -> None:
     text, at = places(RELAYED)
     caller = (Site(FILE, at["B"], "work"),)
+    stack = (Site(FILE, at["A"], "incoming"), *caller)
+    assert [c.text for c in short_rounds(stack, {FILE: text}.get)] == ["if x.numel() == 0"]
     sends = {mark: (Site(FILE, at[mark], "work"),) for mark in "CD"}
     texts = {
         mark: [c.text for c in conditions_between(caller, to, {FILE: text}.get, Pair(changed=True))]

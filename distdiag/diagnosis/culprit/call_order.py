@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
-from distdiag.diagnosis.culprit.paths import Condition, Pair, Way, conditions_between, left_loop
+from distdiag.diagnosis.culprit.paths import Condition, Pair, Way, conditions_between, left_loop, short_rounds
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
@@ -41,7 +41,10 @@ def pattern(case: Case) -> Testimony | None:
         rose = f"; the tag of its {op_at(turn.made)} rose more, or less, than in {turn.times:,} earlier messages, the others' as always"
         return Testimony(ranks=(rank,), text=rose)
     made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in (turn.made, turn.due))
-    conditions = tuple(conditions_between(made, due, case.source, Pair(changed=True)))
+    changed = Pair(changed=True)
+    conditions = tuple(
+        short_rounds(made, case.source) if turn.again else conditions_between(made, due, case.source, changed)
+    )
     text += f": after {op_at(turn.after)} it made {op_at(turn.made)}, where {op_at(turn.due)} had followed each of the last {turn.times:,} times"
     if not turn.left_out and not turn.returned and {c.way for c in conditions} != {Way.ALONE}:
         # it has come to the end of its loop, or maybe of its epoch

@@ -51,7 +51,7 @@ limits = Limits()
 PROBE = "`distdiag probe allreduce` measures what this machine can do"
 COMM_BOUND = Template(
     kind, None,
-    "exposed communication: at least {share:share} of {of} on every rank{late}{gradients}{cores}",
+    "communication that no computation hides (exposed): at least {share:share} of {of} on every rank{late}{gradients}{cores}",
     "{share:share} of {of}", "{do}")  # fmt: skip
 # NCCL has no all-reduce of sparse gradients
 SHARDED = "split the table by rows over the ranks, as TorchRec does, or train it less often"

@@ -420,9 +420,10 @@ def _unset(facts: Facts, waited_s: float) -> Severity | None:
 
 _WAIT_OF = "{victims:#} of {world} ranks wait"
 _warning = partial(Template, kind, severity=Severity.WARNING)
-STALL = _warning(
-    "user_code", "{left}{first}; {then}; {victims} {victims:has|have} waited {waited_s:time}{usual}", "{cost}", "{do}"
-)
+_MISSES, _DOING = "{missing}{size}{implicit}", "{does}{loop}{worker}{open}{handling}{died}"
+_WAITED = "{victims} {victims:has|have} waited {waited_s:time}{usual}"
+STALL = _warning("user_code", f"{{left}}{_MISSES}; {_DOING}; {_WAITED}", "{cost}", "{do}")
+AT_LINE = _warning("user_code", f"{_DOING}; {_MISSES}; {_WAITED}", "{cost}", "{do}")
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
     "{victims}, {victims:which has|which have} waited {waited_s:time}", _WAIT_OF,
@@ -539,26 +540,23 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
     fed, does = _of_queue(facts, r, victims) if doing in ("socket", "queue", "lock") else ("", "")
     advice = fed or advice
-    longest_s, does = r.longest_delay_s, does or keys_text(states, others)
+    does = does or keys_text(states, others)
     at_line = r.current_site is not None and not left and not does  # the line is what a person looks for
-    each = "" if len(ranks) == 1 else "each of " if at_line else "each"
-    if not does:
-        does = f"{each}{rank_list(ranks) if at_line else '' if each else 'it'} {_DOES.get(doing, 'is busy')}{at(r.current_site)}"
-    does += f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else imports
-    does += worker_text(r) if doing == "data" else ""
-    does += filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else ""
-    does += f", while it handles {pending_exception.handled(r)}" if r.handling else ""
-    does += gone or (ended_thread([r]) if threads else "")
-    missing = _missing_text(ranks, call, victim.rank, at_line)
-    missing += (f", {size_text(call.bytes)}" if call.bytes else "") + implicit_text(victim, call)
-    return STALL(
+    return (AT_LINE if at_line else STALL)(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
         severity=_unset(facts, first.waited_s) or _severity(late), culprits=ranks, victims=victims,
         collective=call if call.op else None, where=(*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers),
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
-        left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "",
-        first=does if at_line else missing, then=missing if at_line else does, waited_s=first.waited_s,
-        usual=f" (its longest so far: {rough_duration(longest_s)})" if longest_s > 0.5 else "",
+        left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank, at_line),
+        size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
+        does=does or f"{_subject(ranks, at_line)} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
+        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else imports,
+        worker=worker_text(r) if doing == "data" else "",
+        open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
+        died=gone or (ended_thread([r]) if threads else ""),
+        handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
+        waited_s=first.waited_s,
+        usual=f" (its longest so far: {rough_duration(r.longest_delay_s)})" if r.longest_delay_s > 0.5 else "",
         cost=_cost(s.world_size, victims, ranks, sure=bool(key or for_file or fed), waits=doing in ("socket", "queue")),
         do=advice,
     )  # fmt: skip
@@ -622,6 +620,12 @@ def _polled_for(
         step=state.step, first_seen_s=s.t_s - first.waited_s, text=text, at_text=at_text, why=why[0], at_why=why[1],
         call=call, at_call=call.site, implicit=implicit_text(state, call), waited_s=first.waited_s, world=s.world_size,
     )  # fmt: skip
+
+
+def _subject(ranks: Sequence[int], named: bool) -> str:
+    """Return `rank 1` or `each of ranks 1, 2`; `it` or `each` if they are not to be named."""
+    who = "" if len(ranks) == 1 else "each of " if named else "each"
+    return who + rank_list(ranks) if named else who or "it"
 
 
 def _missing_text(ranks: list[int], call: Call, victim: int, known: bool) -> str:

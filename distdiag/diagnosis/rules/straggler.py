@@ -1,13 +1,14 @@
 """straggler: a rank is late in a sustained share of steps, and the others wait for it.
 
 The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step
-time if this rank were like the others. A rank that is slow in some steps only is a straggler if it
-costs the others a fifth of their time, at regular intervals 15 %. Pauses that are too rare for
-that are summed over the job; those of the first 50 steps, in which kernels for new shapes are
-built, make no warning. If the slowest rank keeps changing, the cause is `rotating` and no rank is
-blamed; nor is one for what makes all of them slow: full garbage collections (`gc`), a debugging
-tool that stays on (`tools`), steps that take longer with time (`growth`). In a loop without
-optimizer steps, the straggler is the rank that enters its collectives last.
+time if this rank were like the others; `wait` in tables is more: it has the waits for all others.
+A rank that is slow in some steps only is a straggler if it costs the others a fifth of their time,
+at regular intervals 15 %. Pauses that are too rare for that are summed over the job; those of the
+first 50 steps, in which kernels for new shapes are built, make no warning. If the slowest rank
+keeps changing, the cause is `rotating` and no rank is blamed; nor is one for what makes all of
+them slow: full garbage collections (`gc`), a debugging tool that stays on (`tools`), steps that
+take longer with time (`growth`). In a loop without optimizer steps, the straggler is the rank that
+enters its collectives last.
 """
 
 from __future__ import annotations

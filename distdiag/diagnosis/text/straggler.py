@@ -25,12 +25,12 @@ _row = partial(Template, kinds.STRAGGLER)
 SLOW = _row("host",
     "{culprits}: {what} takes {up_to}{longer_ms:.0f} ms longer per step than on the others{queued}, {slower} in {count} of "
     "the last {n} steps{site}",
-    "{victims} {victims:loses|lose} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms (medians){gain}",
+    "{victims} {victims:loses|lose} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms (medians of these steps){gain}",
     "{do}")  # fmt: skip
 CROWDED = _row("cores",
     "{culprits} shares {of} with {who}, which want to run as well: {what} takes {x.phase_ms:.0f} ms longer per step "
     "than on the others, slowest in {count} of the last {n} steps{site}",
-    "{victims} {victims:loses|lose} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms (medians){gain}",
+    "{victims} {victims:loses|lose} {slow.gain_ms:.0f} ms of a step of {slow.step_ms:.0f} ms (medians of these steps){gain}",
     "give {them} other cores (`os.sched_setaffinity`, `taskset`), or start fewer; a child inherits the mask of its "
     "parent")  # fmt: skip
 FEW_CORES = _row("cores",
