@@ -154,7 +154,9 @@ def test_the_waits_of_a_pipelines_stages_are_not_called_communication() -> None:
 
     f = found_in(models=())
     assert "the idle time of a pipeline" in f.message and "more micro-batches" in f.advice and f.severity == "info"
-    assert found_in().message.startswith("communication that no computation hides (exposed)"), "replicas that also exchange messages"
+    assert found_in().message.startswith("communication that no computation hides (exposed)"), (
+        "replicas that also exchange messages"
+    )
 
 
 @pytest.mark.parametrize(

@@ -464,7 +464,8 @@ def test_equally_slow_loaders_are_no_straggler(fetching: float | None, culprits:
     assert [f.culprits for f in found] == ([culprits] if culprits else [])
     if culprits:  # the speed of the others' loaders limits the gain of a faster one, and so does their wait
         at_most = re.search(
-            r"loses (\d+) ms of a step of (\d+) ms \(medians of these steps\); .* would take at most (\d+) % less", found[0].cost
+            r"loses (\d+) ms of a step of (\d+) ms \(medians of these steps\); .* would take at most (\d+) % less",
+            found[0].cost,
         )
         assert (at_most is None) is (fetching is None)
         if at_most is not None and fetching is not None:
