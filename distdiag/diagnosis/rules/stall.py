@@ -531,16 +531,14 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         if why is not None and len(victims) == 1 and len(victims) + len(ranks) == len(s.ranks):
             return _polled_for(facts, victims, ranks, polled, why, first)
         if polled is not None:
-            advice = filled(_DO_POLL_FILE if for_file else _DO_POLL, loop=polled[0]) + (
-                f", at `{why[0]}`{at(why[1])}" if why is not None else ""
-            )
+            advice = filled(_DO_POLL_FILE if for_file else _DO_POLL, loop=polled[0])
+            advice += f", at `{why[0]}`{at(why[1])}" if why is not None else ""
     # of a message each rank makes another half: which it has left out is not known
     left = [] if call.p2p else paths.left_loop(r.user_stack, victim.user_stack, facts.source)
     if left:
         advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
     fed, does = _of_queue(facts, r, victims) if doing in ("socket", "queue", "lock") else ("", "")
-    advice = fed or advice
-    does = does or keys_text(states, others)
+    advice, does = fed or advice, does or keys_text(states, others)
     at_line = r.current_site is not None and not left and not does  # the line is what a person looks for
     return (AT_LINE if at_line else STALL)(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
