@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 
-from distdiag.diagnosis.model.findings import Finding, Severity, State, at_least
+from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, State, at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class Explains:
     only_new: bool = False  # one that was reported before stays
     only_members: bool = False  # only if its culprits are members of the explaining finding
     only_errors: bool = False  # only if the explaining finding is an error
+    only_suspected: bool = False  # not if it is proved
     only_stopped: bool = False  # only if the explaining finding stops the job
 
     def covers(self, finding: Finding, other: Finding, new: bool) -> bool:
@@ -32,6 +33,7 @@ class Explains:
             and (new or not self.only_new)
             and (not self.only_members or set(other.culprits) <= {*finding.culprits, *finding.victims})
             and (not self.only_errors or at_least(finding.severity, Severity.ERROR))
+            and (not self.only_suspected or other.certainty == Certainty.SUSPECTED)
             and (not self.only_stopped or stops_job(finding))
         )
 
@@ -111,7 +113,7 @@ STRAGGLER = Kind(
     causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores", "gc", "tools", "growth"),
     # a sum of what was measured, no estimate; the kernel's masks
     hold_of_cause=MappingProxyType({"pauses": 1, "cores": 1, "tools": 10, "growth": 10}),
-    explains=(Explains(kind="comm_bound"),),  # the others wait for this rank, not for the network
+    explains=(Explains(kind="comm_bound", only_suspected=True),),  # the others wait for this rank, not for the network
 )  # fmt: skip
 INPUT_BOUND = Kind(name="input_bound", severities=(_INFO,), while_blocked=False, hold=3)
 COMM_BOUND = Kind(name="comm_bound", severities=(_INFO,), while_blocked=False, hold=3)

@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 17
+VERSION = 18
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 CALLERS = 3  # most callers of a call's site
@@ -223,6 +223,7 @@ class ModelSlot(Structure):
         ("broadcast_buffers", c_int32),
         ("forwards", c_uint64),  # with gradients
         ("synced_backwards", c_uint64),
+        ("vain_no_syncs", c_uint64),  # of these in `no_sync()`, which their forward was not in
         ("unused_checks", c_uint64),
         ("unused_hits", c_uint64),
         ("unused", c_uint32),  # JSON list of [name, elements]

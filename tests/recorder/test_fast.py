@@ -64,7 +64,9 @@ for epoch in range(6):
 for x, y in DataLoader(data, 4):  # another place, twice in one step, the first without averaging
     with model.no_sync():
         model(x).sum().backward()
-    model(x).sum().backward()
+    loss = model(x).sum()
+    with model.no_sync():  # too late: the forward has decided
+        loss.backward()
     optimizer.step()
     second.step()
     around.step()
@@ -106,7 +108,7 @@ json.dump({
                   s.end_ns - s.start_ns >= s.data_ns + s.forward_ns + s.backward_ns + s.optimizer_ns]
                  for s in pages.steps if s.number],
     "sites": [(text(s.site), text(s.op), s.count) for s in pages.sites[: h.n_sites]],
-    "models": [(m.forwards, m.synced_backwards, text(m.site)) for m in pages.models[: h.n_models]],
+    "models": [(m.forwards, m.synced_backwards, m.vain_no_syncs, text(m.site)) for m in pages.models[: h.n_models]],
     "loaders": [(text(l.site), l.iterations, l.batches, l.in_training, l.exhausted, l.fed, l.n_first, list(l.first), l.given, l.elements, l.sampled_epoch)
                 for l in pages.loaders[: h.n_loaders]],
     "samples": [(s.kind, s.step, repr(s.value), s.key, text(s.site)) for s in pages.samples if s.number],
@@ -130,6 +132,7 @@ def test_c_and_python_hooks_write_the_same(tmp_path: Path) -> None:
     assert (compiled.pop("compiled"), python.pop("compiled")) == (True, False)
     assert compiled["errors"] == [0, ""]
     assert all(0 < x[8] <= x[9] for x in compiled["loaders"]), "batches of all epochs, and their elements"
+    assert compiled["models"][0][2] == 11, "backward passes that averaged although in no_sync()"
     assert len(compiled["steps"]) > 100 and len(compiled["sites"]) > 8
     for what, value in python.items():
         assert compiled[what] == value, what

@@ -178,6 +178,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=T
     broadcast_buffers: bool = True
     forwards: int = 0  # with gradients
     synced_backwards: int = 0
+    vain_no_syncs: int = 0  # of these in `no_sync()`, which their forward was not in
     unused_checks: int = 0
     unused_hits: int = 0
     unused: tuple[tuple[str, int], ...] = ()  # (name, elements) without gradient at the last check that found any

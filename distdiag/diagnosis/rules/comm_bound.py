@@ -16,12 +16,13 @@ from distdiag.diagnosis import call_cost, comparison, kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import Gradients, gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, rank_list
-from distdiag.diagnosis.model.snapshot import Buckets, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import WARM_STEPS, Buckets, Site, Snapshot
 from distdiag.diagnosis.replicas import limits as averaged
 from distdiag.diagnosis.rules.straggler import limits as straggling
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import Window, share_of_all
 from distdiag.diagnosis.text.phrases import at, wheres
+from distdiag.diagnosis.text.straggler import stack_of
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import only_shadow, stages
 from distdiag.terms.units import counted, percent, size_text
@@ -60,6 +61,12 @@ REDUCED_AGAIN = Template(
     kind, None,
     "gradients are reduced twice: DDP averages them in backward, and in each step the script reduces as many elements again{site}",
     "the time of the second reduction", call_cost.AGAIN)  # fmt: skip
+IN_VAIN = Template(
+    kind, None,
+    "`no_sync()` has no effect{site}: {n} of {every} backward passes of a step run in it, their forward does not, so all {every} exchange "
+    "{size}gradients",
+    "{n} of {every} exchanges of gradients in each step",
+    "put the forward inside `no_sync()`, too: DDP decides there whether the backward exchanges gradients", proved=True)  # fmt: skip
 BUFFERS = (
     "constant buffers (masks, tables of positions) need no broadcast: set `broadcast_buffers=False` in DDP; if its batch norm needs the broadcast, "
     "keep the constants as plain attributes instead"
@@ -121,6 +128,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         share = share_of_all(window, lambda x: x.wait_ms, limits.share)
     if any(f.kind in _STUCK for f in facts.found):
         yield Abstained("the ranks have stopped for another reason")
+    elif (vain := _in_vain(s)) is not None:
+        yield vain
     elif share >= limits.share:
         late = ", with no rank late" if isinstance(window, Abstained) else _late(window)
         ranks = sorted(s.ranks) if isinstance(window, Abstained) else window.ranks
@@ -132,6 +141,24 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         )
     elif why is not None:
         yield why
+
+
+def _in_vain(s: Snapshot) -> Finding | None:
+    """Return the finding of backward passes that exchange gradients in `no_sync()`, if all ranks make them in their steps."""
+    of = {q: (m, r.step) for q, r in s.ranks.items() if r.step > WARM_STEPS for m in r.models if m.vain_no_syncs}
+    if len(of) < s.world_size:
+        return None
+    n, every, m = min(
+        ((round(m.vain_no_syncs / step), round(m.synced_backwards / step), m) for m, step in of.values()),
+        key=lambda x: x[:2],
+    )
+    if not 0 < n < every:
+        return None
+    sites = {q: next(iter(stack_of(s.ranks[q], "backward")), None) for q in of}
+    return IN_VAIN(
+        victims=sorted(of), where=wheres(s, of, None, sites), site=sites[min(sites)], n=n, every=every,
+        size=f"{size_text(m.buckets.bytes)} of " if m.buckets is not None else "",
+    )  # fmt: skip
 
 
 def _reduced_again(s: Snapshot) -> Site | None:
@@ -232,7 +259,7 @@ def _finding(
         do = "; ".join(_advice(ddp, b, on_nccl, _passes(s)))
     busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
     if busy and not known and not stages(s):  # a rank that waits for a CPU makes all others wait in their collectives
-        return Abstained("the host's cores are all in use: what is lost to communication is not known", checked=True)
+        return Abstained("the host's cores are all in use: what is lost to communication is not known", undecided=True)
     cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
     if ddp is None and stages(s):
         return STAGES(victims=ranks, share=share, of=of, cores=cores, late=late, few=_few(s))

@@ -165,7 +165,8 @@ def _forward_ends(accounting: StepAccounting) -> Callable[[Any, int], None]:
             if m is not None:
                 if m.first_forward is not None and words[m.forwards_at] == 1:
                     m.first_forward.end()
-                if m not in pending:
+                # DDP decides here, not in backward, whether it averages
+                if module.require_backward_grad_sync and m not in pending:
                     pending.append(m)
 
     return fast_hook(ledger, "forward_ends", slow_ends)
@@ -292,13 +293,14 @@ def _backward_begins(accounting: StepAccounting) -> Callable[[Any], int]:
             accounting.device.begin(Phase.BACKWARD)
         for m in pending:
             ddp = m.ref()
-            if ddp is not None and ddp.require_backward_grad_sync:
+            if ddp is not None:
                 pending.remove(m)
                 if site == ledger.counted_site and ledger.count_at >= 0:
                     words[ledger.count_at] += 1
                 else:
                     ledger.counted_site, ledger.count_at = site, accounting.collectives.mark_site("backward", site)
                 words[m.synced_at] += 1
+                m.slot.vain_no_syncs += not ddp.require_backward_grad_sync
                 ledger.averaged_by = m
                 if m.group_at >= 0:
                     words[_BLOCKED_AT] = m.group_at

@@ -11,12 +11,16 @@ import pytest
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.gradient_cost import gradients
-from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Arrival, Buckets, Call, DdpTime, Model, Sample, Site
+from distdiag.diagnosis.engine import Checks
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Finding
+from distdiag.diagnosis.model.snapshot import Arrival, Buckets, Call, DdpTime, Model, RankState, Sample, Site
 from distdiag.diagnosis.rules import comm_bound
+from distdiag.diagnosis.text.template import Template
 from tests.diagnosis.made import findings, job, only, rank, speeds, steps
 
 MIB = 1 << 20
+STRAGGLER = Template(kinds.STRAGGLER, "host")
 BUCKETS = Buckets(bytes=100 * MIB, buckets=4, bucket_bytes=(25 * MIB,) * 4, dtypes="float")
 
 
@@ -220,6 +224,38 @@ def test_passes_that_each_exchange_gradients_want_no_sync_on_all_but_the_last() 
     )
     assert "about 45 % less time" in advice(240)
     assert advice(60).startswith("accumulate gradients over 2 batches")
+
+
+def test_no_sync_around_backward_alone_is_named_by_counts_at_any_load() -> None:
+    def ranks(vain: int, exposed_ms: float = 0.0) -> list[RankState]:
+        model = Model(buckets=BUCKETS, forwards=240, synced_backwards=240, vain_no_syncs=vain)
+        stacks = {"backward": (Site("/job/fit.py", 80, "update"),)}
+        seen = {"phase_stacks": stacks, "phase_sites": {"backward": ((stacks["backward"][0], 9),)}}
+        return [rank(q, step=60, steps=steps(wait_ms=exposed_ms, seed=q), models=(model,), **seen) for q in range(2)]
+
+    for cpu_pct, exposed_ms in ((99.0, 0.0), (40.0, 0.0), (99.0, 90.0), (40.0, 90.0)):
+        f = only(findings(job(*ranks(180, exposed_ms), host_cpu_pct=cpu_pct), comm_bound))
+        assert f.message == (
+            "`no_sync()` has no effect at fit.py:80 in update: 3 of 4 backward passes of a step run in it, their forward "
+            "does not, so all 4 exchange 100.0 MiB of gradients"
+        )
+        assert f.certainty == "proved" and str(f.advice).startswith("put the forward inside `no_sync()`")
+    assert findings(job(*ranks(0)), comm_bound) == [] and findings(job(*ranks(2)), comm_bound) == []
+    one = ranks(180)[0], ranks(0)[1]
+    assert findings(job(*one), comm_bound) == []
+    late = STRAGGLER(culprits=(1,), victims=(0,), message="")
+    assert not kinds.explains(late, only(findings(job(*ranks(180)), comm_bound)), True)
+
+
+def test_what_a_busy_host_hides_is_not_checked() -> None:
+    ranks = [rank(q, steps=steps(wait_ms=90.0, seed=q), models=()) for q in range(2)]
+    (outcome,) = comm_bound.evaluate(Facts(job(*ranks, host_cpu_pct=99.0)))
+    assert isinstance(outcome, Abstained) and "cores are all in use" in outcome.reason
+    checks = Checks()
+    for outcomes in ([], [outcome], [Abstained("the job has ended")]):  # less was lost at first
+        checks.take("comm_bound", outcomes)
+    (check,) = checks.all
+    assert (check.checked, check.reason) == (False, outcome.reason)
 
 
 def test_a_rank_that_works_longest_in_most_steps_is_named_and_no_rank_is_called_on_time() -> None:

@@ -159,6 +159,14 @@ static int data_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **r
   return done(result);
 }
 
+/* 1 if a DDP module is not in no_sync(). */
+static int averages(PyObject *module) {
+  PyObject *sync = PyObject_GetAttr(module, s_sync);
+  int r = sync == NULL ? -1 : PyObject_IsTrue(sync);
+  Py_XDECREF(sync);
+  return r;
+}
+
 /* Return the time, made odd if gradients are enabled and even if not (by a nanosecond). 0: not recorded. */
 static int forward_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* module, inputs */
   if (elsewhere(s) || s->cuda || PyList_GET_SIZE(s->later)) return 0;
@@ -188,7 +196,8 @@ static int forward_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject 
   int training = began & 1;
   if (training) {
     if (!in_page(s, m->forwards_at) || s->words[m->forwards_at] == 1) return 0; /* the first one was watched */
-    int there = 0;
+    int expected = averages(args[0]), there = !expected; /* DDP decides here, not in backward, whether it averages */
+    if (expected < 0) return -1;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(s->pending); i++) there |= PyList_GET_ITEM(s->pending, i) == (PyObject *)m;
     if (!there && PyList_Append(s->pending, (PyObject *)m) < 0) return -1;
   }
@@ -266,17 +275,12 @@ static int backward_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObje
     if (!PyObject_TypeCheck(first, &ModelWordsType)) return 0;
     PyObject *module = alive(((ModelWords *)first)->ref);
     if (module == NULL) return 0;
-    PyObject *sync = PyObject_GetAttr(module, s_sync);
+    int expected = averages(module);
     Py_DECREF(module);
-    if (sync == NULL) return -1;
-    int averages = PyObject_IsTrue(sync);
-    Py_DECREF(sync);
-    if (averages < 0) return -1;
-    if (averages) {
-      m = (ModelWords *)first;
-      if (p->site != s->counted_site || s->count_at < 0) return 0;
-      if (!in_page(s, (uint64_t)s->count_at) || !in_page(s, m->synced_at)) return 0;
-    }
+    if (expected < 1) return expected; /* in vain in no_sync() */
+    m = (ModelWords *)first;
+    if (p->site != s->counted_site || s->count_at < 0) return 0;
+    if (!in_page(s, (uint64_t)s->count_at) || !in_page(s, m->synced_at)) return 0;
   }
   double loss = 0;
   int plain = plain_loss(s, args[0], &loss);
