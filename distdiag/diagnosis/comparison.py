@@ -33,18 +33,21 @@ class Veto(NamedTuple):
         applies: True of a case in which it holds.
         why: Template (`text.template`) of the reason; `{c}` is the case.
         checked: The inputs were complete; else the kind counts as not checked.
+        undecided: It may be a difference all the same: counts as not checked, too, whatever was judged before.
     """
 
     applies: Callable[[Any], object]
     why: str
     checked: bool = True
+    undecided: bool = False
 
 
 def vetoed(vetoes: Iterable[Veto], case: object) -> Abstained | None:
     """Return the first veto that applies, as the reason of a rule; None if none does."""
     for veto in vetoes:
         if veto.applies(case):
-            return Abstained(filled(veto.why, c=case), checked=veto.checked)
+            decided = veto.checked and not veto.undecided
+            return Abstained(filled(veto.why, c=case), checked=decided, undecided=veto.undecided)
     return None
 
 

@@ -30,16 +30,19 @@ class Checks:
     """Whether each kind, or a cause that a rule abstained from, could be judged so far, and why not."""
 
     _known: dict[tuple[str, str | None], Check] = field(default_factory=dict)
+    _judged: set[tuple[str, str | None]] = field(default_factory=set)
 
     def take(self, kind: str, outcomes: Sequence[Finding | Abstained]) -> None:
         abstained = [x for x in outcomes if isinstance(x, Abstained)]
         if all(x.cause is not None for x in abstained):
             abstained.insert(0, Abstained("", checked=True))
         for x in abstained:
-            before = self._known.get((kind, x.cause))
-            # what was judged last says more than that the job has ended, or stalls
-            if before is None or x.checked or not before.checked:
-                self._known[kind, x.cause] = Check(kind=kind, cause=x.cause, checked=x.checked, reason=x.reason)
+            key = kind, x.cause
+            if x.checked or x.undecided:
+                self._judged.add(key)
+            elif key in self._judged:  # says more than that the job has ended, or stalls
+                continue
+            self._known[key] = Check(kind=kind, cause=x.cause, checked=x.checked, reason=x.reason)
 
     @property
     def all(self) -> tuple[Check, ...]:

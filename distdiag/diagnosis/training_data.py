@@ -95,7 +95,7 @@ def only_shadows(steps: Sequence[Step]) -> bool:
 
 def only_shadow(ranks: Sequence[int]) -> Abstained:
     """Return why steps with these ranks are not judged."""
-    return Abstained(f"{rank_list(ranks)} only shadow the collectives of the others", checked=True)
+    return Abstained(f"{rank_list(ranks)} only shadow the collectives of the others")
 
 
 # Why ranks are not compared: in what they train, and in their batches.

@@ -224,4 +224,5 @@ class Abstained(msgspec.Struct, frozen=True):
 
     reason: str
     checked: bool = False  # inputs were complete: `reason` is the veto
+    undecided: bool = False  # nor can it be excluded, whatever was judged before
     cause: str | None = None  # the only cause that this is about; None: the whole kind

@@ -87,13 +87,13 @@ def _count(facts: Facts) -> Finding | Abstained:
     if len(set(lengths.values())) < 2:
         return Abstained("the loaders of all ranks have the same length", checked=True)
     if any(x.batches > (x.length or 0) for x in loaders.values()):
-        return Abstained("a loader gave more batches than its length", checked=True)
+        return Abstained("a loader gave more batches than its length")
     for x in loaders.values():
         if x.site is None or x.promised:
             continue
         text = facts.source(x.site.file)
         if text is None or may_end_early(text, x.site.line):
-            return Abstained(f"the loop{at(x.site)} may end before its loader does", checked=text is not None)
+            return Abstained(f"the loop{at(x.site)} may end before its loader does")
     return _count_finding(facts.snapshot, loaders, lengths, predicted=True)
 
 
@@ -151,9 +151,9 @@ def _size(s: Snapshot) -> Finding | Abstained:
         if n < limits.same_size * len(sizes):
             size, n = Counter(sizes).most_common(1)[0]
         if n < limits.same_size * len(sizes):
-            return Abstained("batch sizes vary from step to step", checked=True)
+            return Abstained("batch sizes vary from step to step")
         if only_shadows(r.steps[-limits.size_window :]):
-            return Abstained(f"rank {r.rank} only shadows the collectives of the others", checked=True)
+            return Abstained(f"rank {r.rank} only shadows the collectives of the others")
         usual[r.rank] = size
     if len(set(usual.values())) < 2:
         return Abstained("all ranks have the same batch size", checked=True)

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.engine import Checks
 from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Arrival, Buckets, Call, DdpTime, Model, RankState, Sample, Site
 from distdiag.diagnosis.rules import comm_bound
