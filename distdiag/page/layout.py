@@ -291,6 +291,7 @@ class StepRecord(Structure):
         # when this rank arrived at the step's first synchronisation; 0: before the last, none
         ("arrived_ns", c_uint64),
         ("optimizer_wait_ns", c_uint64),  # part of wait_ns in optimizer steps: in collectives that they call
+        ("elements", c_uint64),  # of the first tensor of its batches
     ]
 
 

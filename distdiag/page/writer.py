@@ -37,7 +37,7 @@ from distdiag.unpatched import RLock, now_ns
 
 _STEPS_AT, _CALLS_AT, _HEAP_AT = Page.steps.offset, Page.calls.offset, Page.heap.offset
 _STEP_WORDS = _STEPS_AT // 8, ctypes.sizeof(StepRecord) // 8  # start of the ring, length of a record
-assert [getattr(StepRecord, f[0]).offset for f in StepRecord._fields_] == [8 * i for i in range(20)]
+assert [getattr(StepRecord, f[0]).offset for f in StepRecord._fields_] == [8 * i for i in range(21)]
 _N_STEPS, _N_CALLS = word("n_steps"), word("n_calls")
 _WAIT_AT, _LEFT_AT, _FLAGS_AT = CallRecord.wait_ns.offset, CallRecord.left_ns.offset, CallRecord.flags.offset
 
@@ -164,7 +164,7 @@ class PageWriter:
     def write_step(
         self, step: int, epoch: int, start_ns: int, end_ns: int, data_ns: int, h2d_ns: int, forward_ns: int, backward_ns: int,
         optimizer_ns: int, wait_ns: int, ready_ns: int, samples: int, batch: int, loss: float | None, device_bytes: int,
-        forward_wait_ns: int, arrived_ns: int, optimizer_wait_ns: int = 0,
+        forward_wait_ns: int, arrived_ns: int, optimizer_wait_ns: int = 0, elements: int = 0,
     ) -> None:  # fmt: skip
         """Add a step record. Word by word: with cold caches this takes a third of the time of packing a struct."""
         words = self.words
@@ -193,6 +193,7 @@ class PageWriter:
         words[at + 17] = forward_wait_ns
         words[at + 18] = arrived_ns
         words[at + 19] = optimizer_wait_ns
+        words[at + 20] = elements
         words[at] = number
         words[_N_STEPS] = number
 

@@ -103,7 +103,7 @@ json.dump({
     "compiled": accounts.COMPILED,
     "errors": [h.errors, text(h.error)],
     "counts": [h.step, h.micro_steps, h.n_steps, h.dropped, h.n_models, h.life, h.phase, h.blocked],
-    "steps": [(s.step, s.samples, s.batch, s.loss_known, repr(s.loss) if s.loss_known else "") for s in pages.steps if s.number],
+    "steps": [(s.step, s.samples, s.batch, s.elements, s.loss_known, repr(s.loss) if s.loss_known else "") for s in pages.steps if s.number],
     "accounts": [[s.data_ns > 0, s.forward_ns > 0, s.backward_ns > 0, s.optimizer_ns > 0, s.wait_ns > 0, s.ready_ns > 0,
                   s.end_ns - s.start_ns >= s.data_ns + s.forward_ns + s.backward_ns + s.optimizer_ns]
                  for s in pages.steps if s.number],

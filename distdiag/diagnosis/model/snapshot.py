@@ -234,6 +234,7 @@ class Step(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     arrived_s: Seconds | None = None
     epoch: int | None = None
     optimizer_wait_ms: float = 0.0
+    elements: int = 0  # of the first tensor of its batches; 0: not known
 
 
 class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=True):

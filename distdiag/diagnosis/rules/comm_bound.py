@@ -49,6 +49,7 @@ class Limits:
 
 
 limits = Limits()
+WAIT_IN_TURN = "each rank waits at least {} of step time, but all of them only {}: mostly one waits for another"
 PROBE = "`distdiag probe allreduce` measures what this machine can do"
 COMM_BOUND = Template(
     kind, None,
@@ -126,6 +127,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         why = None if ddp is not None else Abstained("communication is on the device, and DDP has timed too few steps")
     else:
         share = share_of_all(window, lambda x: x.wait_ms, limits.share)
+        together = _together(window) if share else 0.0
+        if together < limits.share <= share:
+            share, why = 0.0, Abstained(WAIT_IN_TURN.format(percent(share), percent(together)), checked=True)
+        share = min(share, together)
     if any(f.kind in _STUCK for f in facts.found):
         yield Abstained("the ranks have stopped for another reason")
     elif (vain := _in_vain(s)) is not None:
@@ -227,6 +232,13 @@ def _shared_waits(s: Snapshot) -> float:
         return 0.0
     span_ms = (recent[-1].t_s - recent[0].t_s) * 1e3
     return min(sum(a.shared_ms for a in recent[:-1]) / span_ms, 1.0) if span_ms > limits.least_span_ms else 0.0
+
+
+def _together(window: Window) -> float:
+    """Return the share of step time in which all ranks wait: the last to arrive does so for no other rank."""
+    columns = list(zip(*window.steps.values(), strict=True))
+    total_ms = sum(max(x.step_ms for x in column) for column in columns)
+    return sum(min(x.wait_ms for x in column) for column in columns) / total_ms if total_ms > 0 else 0.0
 
 
 def _late(window: Window) -> str:

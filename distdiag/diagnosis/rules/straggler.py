@@ -30,6 +30,7 @@ from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
+from distdiag.diagnosis.uneven_exchange import LARGER
 from distdiag.terms.units import counted
 
 kind = kinds.STRAGGLER
@@ -226,14 +227,16 @@ def _rotating(case: Case) -> Finding | None:
     queued = [x for q in window.ranks if (x := case.snapshot.ranks[q].queued_share) is not None]
     computes = case.busy and phase in ("forward", "backward", "optimizer")
     queued_ms = max(queued) * subset.step_ms if queued and computes else 0.0
-    jitter = subset.gain_ms - queued_ms < max(2 * limits.jitter_ms, limits.rotating_share * subset.step_ms)
+    sized = _by_size(window, subset)  # no chance, nor a load of the host
+    share = limits.rotating_share if sized is None else limits.pauses_share
+    jitter = subset.gain_ms - (queued_ms if sized is None else 0.0) < max(2 * limits.jitter_ms, share * subset.step_ms)
     at_limit = phase == "data" and 1.0 - least_fetching(case.snapshot) < limits.rotating_share
     starved = max((r.workers_starved or 0.0 for r in case.snapshot.ranks.values()), default=0.0) > limits.starved
     if (
         jitter
         or at_limit
         or (phase == "data" and case.busy and starved)
-        or ratio < limits.shares[0 if case.busy else 1][0]  # else a slower core, or one that others use, explains it
+        or (sized is None and ratio < limits.shares[0 if case.busy else 1][0])  # else a slower core, or one that others use, explains it
         or _meet_rarely(window, subset)
     ):
         return None
@@ -242,8 +245,20 @@ def _rotating(case: Case) -> Finding | None:
     return text.ROTATING(
         victims=ranks, where=wheres(case.snapshot, ranks, None, sites), step=states[ranks[0]].step,
         changes=changes, n=len(window.columns), found=subset, phase="code between steps" if phase == "other" else phase,
-        share=subset.gain_ms / subset.step_ms, do=_in_turn_advice(case, phase, sites),
+        share=subset.gain_ms / subset.step_ms, do=text.LARGER if sized is not None else _in_turn_advice(case, phase, sites),
+        sized="" if sized is None else f"; in {sized[0]} of these the slowest has the largest batch, {sized[1]:.1f} times the others'",
+        severity=Severity.INFO if subset.gain_ms < limits.rotating_share * subset.step_ms else None,
     )  # fmt: skip
+
+
+def _by_size(window: Window, slowest: Subset) -> tuple[int, float] | None:
+    """Return (steps in which the slowest rank has the largest batch, its size as a multiple of the others'), if sizes explain who is slowest."""
+    sizes = list(zip(*([float(x.elements) for x in window.steps[q]] for q in window.ranks), strict=True))
+    if not all(map(min, sizes)):
+        return None
+    times = [column[i] / others(column, i) for column, i in zip(sizes, slowest.indices, strict=True)]
+    n = sum(column[i] == max(column) > min(column) for column, i in zip(sizes, slowest.indices, strict=True))
+    return (n, statistics.median(times)) if n >= limits.recurrence * len(sizes) and statistics.median(times) >= LARGER else None
 
 
 def _in_turn_advice(case: Case, phase: str, sites: Mapping[int, Site | None]) -> str:

@@ -60,7 +60,7 @@ AT_TIMES = _row("host",
     "{victims} {victims:waits|wait} {found.cost:share} of the time for it", "{do}")  # fmt: skip
 ROTATING = _row("rotating",
     "no single rank is slow: the slowest changed {changes} times in {n} steps, skew p50 {found.gain_ms:.0f} ms, "
-    "mostly in {phase}", "{share:share} of step time is spent waiting for the slowest rank",
+    "mostly in {phase}{sized}", "{share:share} of step time is spent waiting for the slowest rank",
     "{do}")  # fmt: skip
 PAUSES = _row("pauses",
     "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}{early}",

@@ -263,6 +263,7 @@ class RankHistory:
                 arrived_s=self._decoder.s(r.arrived_ns),
                 epoch=r.epoch if r.epoch >= 0 else None,
                 optimizer_wait_ms=optimizer_wait_ms,
+                elements=r.elements,
             )
             self.steps.append(step)
             if not self._warm and step.step > LIMITS.warm_up:

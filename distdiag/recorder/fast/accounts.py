@@ -47,7 +47,7 @@ class Ledger:
         self.last_ready_ns = 0  # when the last wait for a collective began
         self.step_start_ns = now_ns()
         self.optimizer_start_ns = 0
-        self.samples = self.batch = 0
+        self.samples = self.batch = self.elements = 0  # elements: of the first tensor of the step's batches
         self.loss: float | None = None
         self.reduced_elements = 0  # over all ranks, between the last backward and the optimizer's step
         self.next_event = 0  # the next step with a check before the optimizer
@@ -77,7 +77,7 @@ class Ledger:
         self._page.write_step(
             step, words[_EPOCH], self.step_start_ns, t, self.data_ns, 0, self.forward_ns, self.backward_ns, self.optimizer_ns,
             self.wait_ns, ready if ready > self.step_start_ns else 0, self.samples, self.batch, self.loss,
-            words[_DEVICE_BYTES], self.forward_wait_ns, self.arrived_ns, self.optimizer_wait_ns,
+            words[_DEVICE_BYTES], self.forward_wait_ns, self.arrived_ns, self.optimizer_wait_ns, self.elements,
         )  # fmt: skip
         words[_STEP] = step
         self.begin_step(t)
@@ -87,7 +87,7 @@ class Ledger:
         self.step_start_ns = t
         self.data_ns = self.forward_ns = self.backward_ns = self.optimizer_ns = self.wait_ns = self.ready_ns = 0
         self.forward_wait_ns = self.arrived_ns = self.optimizer_wait_ns = 0
-        self.samples = self.batch = 0
+        self.samples = self.batch = self.elements = 0
         self.loss = None
         words = self._page.words
         if words[_LIFE] == _STARTING:

@@ -173,7 +173,7 @@ class Loaders:
             ledger = self.ledger
             if id(iterator) != ledger.loader:
                 if not ledger.trained:  # batches of a validation are no samples of the training step
-                    ledger.samples = ledger.batch = 0
+                    ledger.samples = ledger.batch = ledger.elements = 0
                 self._last, ledger.trained = slot, id(iterator) == self._trained
                 # out of the page: the fast path leaves every batch to this function
                 ledger.loader, ledger.batches_at = id(iterator), batches_at if hashed is None else 1 << 62
@@ -194,9 +194,10 @@ class Loaders:
                     return 0
                 shape = x.shape
         self.ledger.newest = ref(x)
+        self.ledger.elements += (elements := shape.numel())
         if known is not None:
             words[batches_at + 1] += 1
-            words[batches_at + 2] += shape.numel()
+            words[batches_at + 2] += elements
         return int(shape[0])
 
     def fed(self, ddp: Any, inputs: tuple[Any, ...], site: int) -> int:

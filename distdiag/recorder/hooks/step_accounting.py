@@ -193,13 +193,9 @@ class StepAccounting:
         of_host = {
             Phase.FORWARD: ledger.forward_ns, Phase.BACKWARD: ledger.backward_ns, Phase.OPTIMIZER: ledger.optimizer_ns
         }  # fmt: skip
-        samples, batch, epoch, device_bytes = (
-            ledger.samples,
-            ledger.batch,
-            self.words[_EPOCH],
-            self.words[_DEVICE_BYTES],
-        )
-        waits = ledger.forward_wait_ns, ledger.arrived_ns, ledger.optimizer_wait_ns
+        samples, batch = ledger.samples, ledger.batch
+        epoch, device_bytes = self.words[_EPOCH], self.words[_DEVICE_BYTES]
+        waits = ledger.forward_wait_ns, ledger.arrived_ns, ledger.optimizer_wait_ns, ledger.elements
         ready = ledger.ready_ns or ledger.last_ready_ns
         ready = ready if ready > start_ns else 0
 

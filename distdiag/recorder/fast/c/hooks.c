@@ -93,6 +93,7 @@ void close_step(Ledger *s, uint64_t t) {
   w[R_forward_wait_ns] = s->forward_wait_ns;
   w[R_arrived_ns] = s->arrived_ns;
   w[R_optimizer_wait_ns] = s->optimizer_wait_ns;
+  w[R_elements] = s->elements;
   __atomic_store_n(w, number, __ATOMIC_RELEASE);
   __atomic_store_n(h + N_STEPS, number, __ATOMIC_RELEASE);
   h[STEP] = step;
@@ -102,7 +103,7 @@ void begin_step(Ledger *s, uint64_t t) {
   s->step_start_ns = t;
   s->data_ns = s->forward_ns = s->backward_ns = s->optimizer_ns = s->wait_ns = s->ready_ns = 0;
   s->forward_wait_ns = s->arrived_ns = s->optimizer_wait_ns = 0;
-  s->samples = s->batch = 0;
+  s->samples = s->batch = s->elements = 0;
   s->loss_known = 0;
   if (s->head[LIFE] == STARTING) s->head[LIFE] = RUNNING;
 }
@@ -154,6 +155,7 @@ static int data_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **r
     s->words[s->batches_at + 2] += elements;
   }
   s->samples += n;
+  s->elements += elements;
   if (s->batch == 0) s->batch = n;
   Py_XSETREF(s->newest, newest);
   return done(result);

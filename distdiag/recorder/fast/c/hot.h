@@ -25,7 +25,7 @@ enum { FINGERPRINTS = 6 };
 #define RECORD_FIELDS(X)                                                                                             \
   X(number) X(step) X(epoch) X(start_ns) X(end_ns) X(data_ns) X(h2d_ns) X(forward_ns) X(backward_ns) X(optimizer_ns) \
   X(wait_ns) X(ready_ns) X(samples) X(batch) X(loss) X(loss_known) X(device_bytes) X(forward_wait_ns) X(arrived_ns) \
-  X(optimizer_wait_ns)
+  X(optimizer_wait_ns) X(elements)
 #define RECORD_INDEX(field) R_##field,
 enum { RECORD_FIELDS(RECORD_INDEX) RECORD_WORDS };                     /* words of layout.StepRecord */
 
@@ -37,7 +37,7 @@ typedef struct {
   uint64_t records, n_words;
   ull main_thread, idle, data_ns, forward_ns, backward_ns, optimizer_ns, wait_ns, ready_ns, last_ready_ns;
   ull forward_wait_ns, arrived_ns, optimizer_wait_ns;
-  ull step_start_ns, samples, batch, optimizer_start_ns, reduced_elements, next_event, loader, batches_at;
+  ull step_start_ns, samples, batch, elements, optimizer_start_ns, reduced_elements, next_event, loader, batches_at;
   ull counted_site;
   long long count_at, bad_losses, lead_misses;
   double loss;

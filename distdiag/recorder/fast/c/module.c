@@ -253,7 +253,7 @@ static PyObject *ledger_begin(Ledger *s, PyObject *time) {
 #define KEPT(name) {#name, T_OBJECT, offsetof(Ledger, name), READONLY, NULL}
 static PyMemberDef ledger_members[] = {
   NUMBER(main_thread), NUMBER(idle), NUMBER(data_ns), NUMBER(forward_ns), NUMBER(backward_ns), NUMBER(optimizer_ns),
-  NUMBER(wait_ns), NUMBER(ready_ns), NUMBER(last_ready_ns), NUMBER(forward_wait_ns), NUMBER(arrived_ns), NUMBER(optimizer_wait_ns), NUMBER(step_start_ns), NUMBER(samples), NUMBER(batch),
+  NUMBER(wait_ns), NUMBER(ready_ns), NUMBER(last_ready_ns), NUMBER(forward_wait_ns), NUMBER(arrived_ns), NUMBER(optimizer_wait_ns), NUMBER(step_start_ns), NUMBER(samples), NUMBER(batch), NUMBER(elements),
   NUMBER(optimizer_start_ns), NUMBER(reduced_elements), NUMBER(next_event), NUMBER(loader), NUMBER(batches_at),
   NUMBER(counted_site), SIGNED(count_at), SIGNED(bad_losses), SIGNED(lead_misses), TRUTH(always),
   TRUTH(trained), TRUTH(cuda), TRUTH(on_device), OBJECT(newest), OBJECT(lead), OBJECT(averaged_by), KEPT(models),
