@@ -37,6 +37,8 @@ PARTS = 4  # buckets that one bucket of all gradients is split into
 class Limits:
     share: float = 0.3
     """Share of its time that even the least affected rank loses."""
+    in_turn: float = 0.05
+    """The same that each waits for others, from which on ranks are late in turn."""
     least_span_ms: float = 1000.0
     """Milliseconds that the collectives of a loop without optimizer steps must span."""
     small_bucket_bytes: int = 1 << 20
@@ -112,7 +114,7 @@ class Broadcasts(NamedTuple):
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     s, window, ddp = facts.snapshot, facts.window, gradients(facts.snapshot)
-    share, of, why = 0.0, "step time", None
+    share, in_turn, of, why = 0.0, 0.0, "step time", None
     if isinstance(window, Abstained):
         late, why = any(f.kind == kinds.STRAGGLER.name for f in facts.found), window
         share, of = (0.0 if late else _shared_waits(s)), "the time"
@@ -127,16 +129,16 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         why = None if ddp is not None else Abstained("communication is on the device, and DDP has timed too few steps")
     else:
         share = share_of_all(window, lambda x: x.wait_ms, limits.share)
-        together = _together(window) if share else 0.0
+        together = min(share, _together(window)) if share and not stages(s) else share
         if together < limits.share <= share:
-            share, why = 0.0, Abstained(WAIT_IN_TURN.format(percent(share), percent(together)), checked=True)
-        share = min(share, together)
+            why = Abstained(WAIT_IN_TURN.format(percent(share), percent(together)), checked=True)
+        in_turn, share = share - together, together
     if any(f.kind in _STUCK for f in facts.found):
         yield Abstained("the ranks have stopped for another reason")
     elif (vain := _in_vain(s)) is not None:
         yield vain
     elif share >= limits.share:
-        late = ", with no rank late" if isinstance(window, Abstained) else _late(window)
+        late = ", with no rank late" if isinstance(window, Abstained) else _late(window, in_turn)
         ranks = sorted(s.ranks) if isinstance(window, Abstained) else window.ranks
         parts = (_buffers(s, window), call_cost.dearest(s, facts.source, _reduced_again(s)))
         yield _finding(s, ranks, share, of, ddp, late, [x for x in parts if x is not None])
@@ -241,12 +243,18 @@ def _together(window: Window) -> float:
     return sum(min(x.wait_ms for x in column) for column in columns) / total_ms if total_ms > 0 else 0.0
 
 
-def _late(window: Window) -> str:
-    """Return whether a rank works longest in most steps, which may be its host's load; nothing if it does in more than half."""
+def _late(window: Window, in_turn: float) -> str:
+    """Return whether a rank works longest in most steps, which may be its host's load, or what more each waits for another; else nothing.
+
+    Args:
+        in_turn: Share of step time that each rank waits beyond what all wait together.
+    """
     most = comparison.persistent(window, 1.0, 0.0, several=False)
     n, often = len(window.columns), len(most.indices)
     if often >= straggling.recurrence * n:
         return f"; {rank_list(most.ranks)} works longest in {often} of {n} steps"
+    if in_turn >= limits.in_turn:
+        return f"; {percent(in_turn)} more for whichever rank is late"
     return ", with no rank late" if 2 * often <= n else ""
 
 

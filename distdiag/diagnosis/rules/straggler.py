@@ -137,7 +137,8 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     case = case_of(facts, window)
     veto = comparison.vetoed(VETOES, case)
-    rotating = _rotating(case) if veto is not None else None
+    reported = any(f.cause == text.ROTATING.cause for f in facts.reported)
+    rotating = _rotating(case, reported) if veto is not None else None
     one_line = rotating is not None and len({(w.file, w.line) for w in rotating.where}) == 1
     if (
         veto is not None and not one_line
@@ -213,7 +214,7 @@ def _slow_device(s: Snapshot, window: Window) -> Finding | None:
 # -- another rank in each step, and some steps ---------------------------------------------------------------------------
 
 
-def _rotating(case: Case) -> Finding | None:
+def _rotating(case: Case, reported: bool) -> Finding | None:
     window = case.window
     found = None if case.stages else comparison.rotating(window, limits.rotating_steps, limits.rotating_changes)
     if found is None:
@@ -228,7 +229,8 @@ def _rotating(case: Case) -> Finding | None:
     computes = case.busy and phase in ("forward", "backward", "optimizer")
     queued_ms = max(queued) * subset.step_ms if queued and computes else 0.0
     sized = _by_size(window, subset)  # no chance, nor a load of the host
-    share = limits.rotating_share if sized is None else limits.pauses_share
+    known = sized is not None or reported  # what was reported is kept while much of it lasts
+    share = limits.pauses_share if known else limits.rotating_share
     jitter = subset.gain_ms - (queued_ms if sized is None else 0.0) < max(2 * limits.jitter_ms, share * subset.step_ms)
     at_limit = phase == "data" and 1.0 - least_fetching(case.snapshot) < limits.rotating_share
     starved = max((r.workers_starved or 0.0 for r in case.snapshot.ranks.values()), default=0.0) > limits.starved
@@ -236,7 +238,9 @@ def _rotating(case: Case) -> Finding | None:
         jitter
         or at_limit
         or (phase == "data" and case.busy and starved)
-        or (sized is None and ratio < limits.shares[0 if case.busy else 1][0])  # else a slower core, or one that others use, explains it
+        or (
+            sized is None and ratio < limits.shares[0 if case.busy else 1][0]
+        )  # else a slower core, or one that others use, explains it
         or _meet_rarely(window, subset)
     ):
         return None
@@ -247,7 +251,7 @@ def _rotating(case: Case) -> Finding | None:
         changes=changes, n=len(window.columns), found=subset, phase="code between steps" if phase == "other" else phase,
         share=subset.gain_ms / subset.step_ms, do=text.LARGER if sized is not None else _in_turn_advice(case, phase, sites),
         sized="" if sized is None else f"; in {sized[0]} of these the slowest has the largest batch, {sized[1]:.1f} times the others'",
-        severity=Severity.INFO if subset.gain_ms < limits.rotating_share * subset.step_ms else None,
+        severity=Severity.INFO if sized is not None and subset.gain_ms < limits.rotating_share * subset.step_ms else None,
     )  # fmt: skip
 
 
@@ -258,7 +262,11 @@ def _by_size(window: Window, slowest: Subset) -> tuple[int, float] | None:
         return None
     times = [column[i] / others(column, i) for column, i in zip(sizes, slowest.indices, strict=True)]
     n = sum(column[i] == max(column) > min(column) for column, i in zip(sizes, slowest.indices, strict=True))
-    return (n, statistics.median(times)) if n >= limits.recurrence * len(sizes) and statistics.median(times) >= LARGER else None
+    return (
+        (n, statistics.median(times))
+        if n >= limits.recurrence * len(sizes) and statistics.median(times) >= LARGER
+        else None
+    )
 
 
 def _in_turn_advice(case: Case, phase: str, sites: Mapping[int, Site | None]) -> str:

@@ -258,6 +258,22 @@ def test_what_a_busy_host_hides_is_not_checked() -> None:
     assert (check.checked, check.reason) == (False, outcome.reason)
 
 
+@pytest.mark.parametrize(("together_ms", "share"), [(80.0, 38), (40.0, None)])
+def test_what_ranks_wait_for_one_another_in_turn_is_no_communication(together_ms: float, share: int | None) -> None:
+    def of_rank(q: int) -> tuple[Step, ...]:
+        late, waits = steps(60.0, wait_ms=together_ms, seed=q), steps(wait_ms=together_ms + 60.0, seed=q)
+        return tuple((late if k % 3 == q else waits)[k] for k in range(60))
+
+    facts = Facts(job(*(rank(q, steps=of_rank(q), models=()) for q in range(3)), host_cpu_pct=40.0))
+    (outcome,) = comm_bound.evaluate(facts)
+    if share is None:
+        assert isinstance(outcome, Abstained) and "all of them only" in outcome.reason
+    else:
+        assert isinstance(outcome, Finding) and outcome.message.startswith(
+            f"exposed communication: at least {share} % of step time on every rank; 19 % more for whichever rank is late"
+        )
+
+
 def test_a_rank_that_works_longest_in_most_steps_is_named_and_no_rank_is_called_on_time() -> None:
     def message(late_ms: float) -> str:
         ranks = [rank(q, steps=steps(ms, wait_ms=45.0, seed=q)) for q, ms in enumerate((10.0, 10.0 + late_ms))]

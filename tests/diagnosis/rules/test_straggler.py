@@ -645,6 +645,56 @@ def test_a_rank_that_lacks_a_cpu_where_all_run_the_same_line_is_not_accused(
     assert bool(stragglers(job(first, late, host_cpu_pct=cpu_pct))) is found
 
 
+@pytest.mark.parametrize(
+    ("extra_ms", "largest", "severity"),
+    [
+        (60.0, "slowest", "warning"),
+        (25.0, "slowest", "info"),
+        (25.0, "same", None),
+        (25.0, "other", None),
+        (10.0, "slowest", None),
+    ],
+)
+def test_batches_that_differ_in_size_explain_who_is_slowest(
+    extra_ms: float, largest: str, severity: str | None
+) -> None:
+    """On a host with no core to spare: as sizes explain it, no load does."""
+    r = random.Random(5)
+    slow = [r.randrange(3) for _ in range(60)]
+
+    def of_rank(q: int) -> tuple[Step, ...]:
+        own, usual = steps(extra_ms, "backward", seed=q), steps(wait_ms=extra_ms, seed=q)
+        large = {"slowest": q, "same": -1, "other": (q + 1) % 3}[largest]
+        mine = (own[k] if slow[k] == q else usual[k] for k in range(60))
+        return tuple(
+            msgspec.structs.replace(x, elements=9000 if slow[k] == large else 4000) for k, x in enumerate(mine)
+        )
+
+    ranks = (rank(q, steps=of_rank(q), queued_share=0.3) for q in range(3))
+    found = stragglers(job(*ranks, host_cpu_pct=99.0))
+    if severity is None:
+        assert found == []
+        return
+    f = only(found)
+    assert (f.cause, f.severity) == ("rotating", severity)
+    assert "in 50 of these the slowest has the largest batch, 2.2 times the others'" in f.message
+    assert "bucket the samples by length" in f.advice
+
+
+def test_ranks_that_are_slow_in_turn_stay_reported_while_much_of_it_lasts() -> None:
+    def found(extra_ms: float, *reported: Finding) -> list[Finding]:
+        ranks = [
+            rank(q, steps=tuple((own if k % 3 == q else usual)[k] for k in range(60)))
+            for q in range(3)
+            for own, usual in [(steps(extra_ms, "backward", seed=q), steps(wait_ms=extra_ms, seed=q))]
+        ]
+        return of_kind(findings(job(*ranks, host_cpu_pct=40.0), straggler, reported=reported), "straggler")
+
+    first = only(found(90.0))
+    assert first.cause == "rotating"
+    assert found(35.0) == [] and only(found(35.0, first)).severity == "warning" and found(8.0, first) == []
+
+
 def test_ranks_that_do_not_wait_for_each_other_in_most_steps_are_not_rotating() -> None:
     """Local SGD: they average their models now and then."""
     r = random.Random(5)
