@@ -203,6 +203,7 @@ class LoaderSlot(Structure):
         # of the samples in it, those with the lowest hashes: the hash (high 32 bits), which workers gave it (bit i of 16: worker i), and how
         # often it came (low 16 bits)
         ("epoch_samples", c_uint64 * EPOCH_SAMPLES),
+        ("previous_batches", c_uint64),  # of the epoch before
         # under a DistributedSampler: hash of some elements of the data set's index (files, `Subset.indices`), bit 32; bit 33: a Subset; 0: unknown
         ("data_set_index", c_uint64),
     ]

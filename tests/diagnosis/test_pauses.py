@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Site, Snapshot, Step
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.rules import straggler
-from tests.diagnosis.made import findings, job, only, rank, steps
+from tests.diagnosis.made import findings, job, loader, only, rank, steps
 
 N, KEPT = 400, 64
 UPLOAD = Site("/job/train.py", 14, "upload")
@@ -65,6 +66,22 @@ def test_three_pauses_of_a_rank_that_may_save_are_half_of_the_time() -> None:
     f = only(found(snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)))
     assert (f.severity, f.culprits, f.victims) == ("warning", (0,), (1, 2))
     assert "kept the others waiting 3 times, for 27 s in all, 50 % of the training time" in f.message
+
+
+def test_pauses_for_data_name_what_a_worker_does_and_advise_workers_only_where_there_are_none() -> None:
+    shard = Site("/job/shards.py", 42, "records")
+    for workers, advice in ((2, "read or decompressed whole"), (0, "let workers prefetch it")):
+        seen = {"loaders": (loader(workers=workers),), "worker_sites": ((shard, 3),)}
+
+        def loading(s: Snapshot, seen: dict[str, Any] = seen) -> Snapshot:
+            for_data = {
+                q: replace(x, steps=tuple(replace(y, data_ms=y.other_ms, other_ms=0.0) for y in x.steps), **seen)
+                for q, x in s.ranks.items()
+            }
+            return replace(s, ranks=for_data)
+
+        f = only(found([loading(s) for s in snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)]))
+        assert ("; its worker is then at shards.py:42 in records" in f.message) is bool(workers) and advice in f.advice
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -108,6 +108,7 @@ class Loader(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=
     shuffle: bool | None = None
     iterations_started: int = 0  # how often iter() was called
     batches: int = 0  # handed out in this epoch
+    previous_batches: int = 0  # in the one before
     mean_elements: float | None = None  # of the first tensor of its batches, in all epochs
     exhausted: bool = False  # StopIteration seen in this epoch
     in_training: bool = False  # DDP forward with gradients followed its batches
@@ -336,6 +337,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     phase_sites: dict[str, tuple[tuple[Site, int], ...]] = {}  # sampled sites of each phase, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one full user stack at each phase's most frequent site
     workers: tuple[Site | None, ...] = ()  # sites of its DataLoader's workers in the user's code; None: idle
+    worker_sites: tuple[
+        tuple[Site, int], ...
+    ] = ()  # where they were when it waited for them for long, most frequent first
     lock_holders: tuple[int, ...] = ()  # ranks whose file locks this rank waits for (from the kernel's lock table)
     longest_delay_s: float = 0.0  # longest wait in seconds that it has caused so far without hanging
 

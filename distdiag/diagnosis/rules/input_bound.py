@@ -1,7 +1,7 @@
 """input_bound: every rank loses this share of its step time to waiting for data.
 
-If only one rank waits for data it is a straggler. If the first batch of each epoch costs most, its
-workers should stay from one epoch to the next.
+If only one rank waits for data it is a straggler. If the first batch of each epoch costs most, more
+workers do not help.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.slow_case import at_lock
 from distdiag.diagnosis.step_times import Window, share_of_all
-from distdiag.diagnosis.text.phrases import at, wheres
+from distdiag.diagnosis.text.phrases import at, waited_for_worker, wheres
 from distdiag.diagnosis.text.straggler import SHARED_LOCK
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import least_fetching, only_shadow, training_loaders
@@ -41,14 +41,21 @@ class Limits:
 
 limits = Limits()
 INPUT_BOUND = Template(
-    kind, None, "every rank waits for data: {share:share} of step time (p50 {ms:.0f} ms on the slowest rank){site}{most}",
+    kind, None, "every rank waits for data: {share:share} of step time (p50 {ms:.0f} ms on the slowest rank){site}{most}{worker}",
     "up to {share:share} of step time", "{do}", proved=True)  # fmt: skip
 EPOCH_STARTS = Template(
     kind, None, "every rank waits for data: {share:share} of step time{site}, {first:share} of that for the first batch of an epoch of {n} batches, "
-    "{seconds:.1f} s each time", "up to {share:share} of step time",
-    "the loader's workers (now {workers}) are started again in each epoch, and what the dataset reads when it is first used, each of them reads again: set "
-    "`persistent_workers=True`, let it read files and build tables once, in `__init__`, before they are started, or make epochs longer; more workers "
-    "do not make the first batch come earlier", proved=True)  # fmt: skip
+    "{seconds:.1f} s each time{worker}", "up to {share:share} of step time", "{do}; more workers do not make the first batch come earlier",
+    proved=True)  # fmt: skip
+_DO_FIRST = {
+    "again": "the loader's workers (now {workers}) are started again in each epoch, and what the dataset reads when it is first used, each of them reads "
+    "again: set `persistent_workers=True`, let it read files and build tables once, in `__init__`, before they are started, or make epochs longer",
+    "stream": "the workers stay (persistent_workers), but each epoch calls the dataset's `__iter__` again: let that yield while it fills a shuffle "
+    "buffer, fill less, keep the buffer from one epoch to the next, or make epochs longer",
+    "map": "the workers stay (persistent_workers), but load nothing ahead for the next epoch: make epochs longer, as by a sampler that goes over "
+    "the data several times, or let the first samples of an epoch take less",
+}
+_SPLIT = "; each worker of an IterableDataset reads all of its stream unless that is split by `get_worker_info()`: more of them would repeat samples"
 _DO = {
     "lock": SHARED_LOCK,
     "workers": "raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
@@ -79,10 +86,14 @@ def _found(s: Snapshot, window: Window, source: Source) -> Iterator[Finding]:
     loader = next((x for r in s.ranks.values() for x in r.loaders if x.in_training), None)
     site, workers = (None, 0) if loader is None else (loader.site, loader.workers)
     where = wheres(s, window.ranks, "data", dict.fromkeys(window.ranks, site))
+    stream = loader is not None and loader.dataset_length is None and bool(loader.workers or loader.batch_size)
+    seen = max(window.ranks, key=lambda q: sum(n for _, n in s.ranks[q].worker_sites))
+    worker = waited_for_worker(s.ranks[seen]) if workers else ""
     if (starts := _epoch_starts(s, window)) is not None:
-        first, first_ms, n = starts
+        (first, first_ms, n), kept = starts, bool(loader and loader.persistent_workers)
         yield EPOCH_STARTS(
-            victims=window.ranks, where=where, site=site, share=share, first=first, n=n, seconds=first_ms / 1e3, workers=workers,
+            victims=window.ranks, where=where, site=site, share=share, first=first, n=n, seconds=first_ms / 1e3, worker=worker,
+            do=_DO_FIRST["stream" if kept and stream else "map" if kept else "again"].format(workers=workers),
         )  # fmt: skip
         return
     # without workers the dataset and what makes batches of it run in the rank itself, where their lines are sampled
@@ -92,24 +103,27 @@ def _found(s: Snapshot, window: Window, source: Source) -> Iterator[Finding]:
     most = f"; most of it{at(inside[-1])}" if inside and len(inside) < len(stack) else ""
     if most and inside[0].key != inside[-1].key:
         most += f",{at(inside[0])}"
+    lines = [x for x, _ in s.ranks[seen].worker_sites[:1]] if worker else inside[:1] if most else []
+    do = _DO["lock" if lines and at_lock(lines, source) else "line" if most else "workers"].format(workers=workers)
     yield INPUT_BOUND(
-        victims=window.ranks, where=where, site=site, share=share, ms=ms, most=most,
-        do=_DO["lock" if most and at_lock(inside[:1], source) else "line" if most else "workers"].format(workers=workers),
+        victims=window.ranks, where=where, site=site, share=share, ms=ms, most=most, worker=worker,
+        do=do + _SPLIT if stream and not most else do,
     )  # fmt: skip
 
 
 def _epoch_starts(s: Snapshot, window: Window) -> tuple[float, float, int] | None:
     """Return (share of the waits for data that are for the first batch of an epoch, their mean in ms, batches of an epoch).
 
-    Of the rank with the least share; None if that is no more than the rest, or not known of loaders that start their workers in each epoch.
+    Of the rank with the least share; None if that is no more than the rest, or not known.
     """
     of_rank: list[tuple[float, float, int]] = []
     loaders = training_loaders(s)
     for q, steps in window.steps.items():
         x, batches = loaders.get(q), statistics.median(y.samples / max(y.batch, 1) for y in steps)
-        if x is None or not x.workers or x.persistent_workers is not False or not x.length or batches < 1:
+        length = (x.length or x.previous_batches) if x is not None else 0
+        if x is None or not x.workers or x.persistent_workers is None or not length or batches < 1:
             return None
-        per_epoch, rest = divmod(x.length, round(batches))
+        per_epoch, rest = divmod(length, round(batches))
         if rest or per_epoch < limits.least_epoch:
             return None
         begun = (
@@ -120,6 +134,6 @@ def _epoch_starts(s: Snapshot, window: Window) -> tuple[float, float, int] | Non
             key=sum,
         )
         total = sum(y.data_ms for y in steps)
-        of_rank.append((sum(waits) / total if total else 0.0, statistics.fmean(waits or [0.0]), x.length))
+        of_rank.append((sum(waits) / total if total else 0.0, statistics.fmean(waits or [0.0]), length))
     found = min(of_rank)
     return found if found[0] >= limits.first_batch else None

@@ -28,7 +28,7 @@ from distdiag.diagnosis.slow_case import VETOES, Case, at_lock, busy, case_of, l
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import at, where, where_stack, wheres
+from distdiag.diagnosis.text.phrases import at, waited_for_worker, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
 from distdiag.diagnosis.uneven_exchange import LARGER
 from distdiag.terms.units import counted
@@ -71,13 +71,15 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
             continue
         stack = lost.stack or text.stack_of(s.ranks[rank], lost.phase)
         lasting = _lasting(pauses, lost)
+        workers = lost.phase == "data" and any(x.workers for x in s.ranks[rank].loaders if x.in_training)
         found = text.PAUSES(
             severity=Severity.WARNING if share >= limits.pauses_share and lasting else Severity.INFO,
             culprits=(rank,), victims=[q for q in sorted(s.ranks) if q != rank], step=s.ranks[rank].step,
             where=where_stack(s.ranks[rank], stack, "user_code"), site=stack[0] if stack else None,
             n=lost.times, total_s=total_s, share=share, mean_s=total_s / lost.times, longest_s=lost.longest_ms / 1e3,
             early="" if lasting else text.early(lost.times - lost.settled_times, STEPS.settled),
-            do=text.DO_PAUSES.get(lost.phase, text.DO_PAUSES["other"]),
+            worker=waited_for_worker(s.ranks[rank]) if workers else "",
+            do=text.DO_PAUSES.get("workers" if workers else lost.phase, text.DO_PAUSES["other"]),
         )  # fmt: skip
         yield explained(found, s, pauses, share)
 

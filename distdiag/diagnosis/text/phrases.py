@@ -102,6 +102,11 @@ def worker_text(r: RankState) -> str:
     return f", and {'one of its workers' if len(r.workers) > 1 else 'its worker'} is{at(worker)}" if worker else ""
 
 
+def waited_for_worker(r: RankState) -> str:
+    """Return `; its worker is then at data.py:14 in read`: where workers of its loader were most often when it waited for them for long."""
+    return f"; its worker is then{at(r.worker_sites[0][0])}" if r.worker_sites else ""
+
+
 def where_stack(r: RankState, stack: tuple[Site, ...], state: str | None = None, depth: int = 4) -> tuple[Where, ...]:
     """Return one rank's user frames, innermost first: the line that works, and the loop that called it."""
     out = []

@@ -63,7 +63,7 @@ ROTATING = _row("rotating",
     "mostly in {phase}{sized}", "{share:share} of step time is spent waiting for the slowest rank",
     "{do}")  # fmt: skip
 PAUSES = _row("pauses",
-    "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}{early}",
+    "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}{worker}{early}",
     "{victims} {victims:waits|wait} {mean_s:.1f} s on average, at most {longest_s:.1f} s, in {culprits}'s pauses",
     "{do}", proved=True)  # fmt: skip
 IN_TURN = _row("rotating",
@@ -117,7 +117,10 @@ _DO_SAME = {
     + "compare what {who} gets there (larger inputs, a longer list, another file), its disk and its host",
 }
 DO_PAUSES = {
-    "data": "look at what that rank loads in those steps: a new shard or file, a cache that is filled; let its workers prefetch it",
+    "data": "look at what that rank loads in those steps: a new shard or file, a cache that is filled; let workers prefetch it (num_workers)",
+    "workers": "look at what its loader's worker does in those steps, which prefetching does not cover: a new shard or file that is read or decompressed "
+    "whole, a cache that is filled; read it piece by piece, make shards smaller, or give each of more workers shards of its own, so that one opens a "
+    "shard while another gives batches",
     "other": "do it less often, share it among the ranks in the same step, or copy the state and write or upload the copy in a "
     "thread or another process while training goes on",
 }

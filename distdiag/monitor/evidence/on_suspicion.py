@@ -26,7 +26,7 @@ SUSPECT_S = 0.3  # a rank stuck in one wait for this long is asked for evidence
 RENEWED_S = 5.0
 SILENT_S = 1.5  # the pulse has missed six beats
 STACK_KEPT_S = 30.0
-LOADING_S = 3.0  # after this long in data loading, while other ranks wait, the rank's workers are asked
+LOADING_S = 3.0  # after this long in data loading, where the rank's workers are is evidence of what it waits for now
 WORKERS_KEPT_S = 10.0
 MOST_WORKERS = 4  # each takes the monitor some 50 ms
 THREADS = 4
@@ -72,7 +72,8 @@ class Gatherer:
         self.active = False  # a rank waits long enough that evidence is wanted
         self._asked: dict[int, float] = {}
         self.host_waits = HostWaits()
-        self.workers: dict[int, tuple[tuple[Any, ...], float, tuple[Site | None, ...]]] = {}
+        self.workers: dict[int, tuple[tuple[Any, ...], tuple[Site | None, ...]]] = {}
+        self._workers_asked: dict[int, float] = {}
 
     def gather(
         self, now_s: float, views: Mapping[int, RankView], stopped: Collection[int], elsewhere: bool = False
@@ -89,6 +90,9 @@ class Gatherer:
             for v in still
         )
         self.active = waiting or self.host_waits.asks
+        answering = [v for v in alive if v.rank not in stopped]
+        for v in answering:
+            self._ask_workers(v, now_s)
         if not waiting:
             self._asked.clear()
             return
@@ -102,28 +106,30 @@ class Gatherer:
             of_device, recorders = v.device.known(), ask.Recorders.of(v.decoder.facts)
             future = self.pool.submit(ask.flight_record, v.text(v.header.witness), 1.0, of_device, recorders)
             futures[v.rank] = v.history.still_mark, future
-        answering = [v for v in alive if v.rank not in stopped]
         for v in answering:
             silent_s = now_s - (v.s(v.header.heartbeat_ns) or 0.0)
             if silent_s > SILENT_S and now_s - self.stuck_stacks.get(v.rank, (-1e9, ()))[0] > 4.0:
                 self._stack_of_silent(v, now_s)
-        for v in answering:
-            self._ask_workers(v, now_s)
         for q, (mark, future) in futures.items():
             record = future.result()
             if record is not None:
                 self.records[q] = (mark, record)
 
     def _ask_workers(self, v: RankView, now_s: float) -> None:
-        """Get the stacks of the DataLoader workers that a rank has waited for, for `LOADING_S` or more."""
+        """Get the stacks of the DataLoader workers that a rank waits for: now and then in short waits, in long ones always."""
         still_s = v.still_s(now_s)
-        if still_s < LOADING_S or not waits_for_data(v):
+        if still_s < SUSPECT_S or not waits_for_data(v):
             self.workers.pop(v.rank, None)
             return
-        kept = self.workers.get(v.rank)
-        if kept is not None and kept[0] == v.history.still_mark and now_s - kept[1] < WORKERS_KEPT_S:
+        kept, asked_s = self.workers.get(v.rank), self._workers_asked.get(v.rank, -1e9)
+        known = kept is not None and kept[0] == v.history.still_mark
+        if now_s - asked_s < WORKERS_KEPT_S and (known or still_s < LOADING_S):
             return
-        self.workers[v.rank] = (v.history.still_mark, now_s, workers_of(v))
+        self._workers_asked[v.rank] = now_s
+        found = workers_of(v)
+        v.history.worker_sites.update(site for site in found if site is not None)
+        if still_s >= LOADING_S:
+            self.workers[v.rank] = v.history.still_mark, found
 
     def _stack_of_silent(self, v: RankView, now_s: float) -> None:
         """Get the main thread's user frames by signal: the GIL is held, so Python code cannot answer."""
@@ -174,8 +180,8 @@ class Gatherer:
     def with_stack(self, r: RankState, now_s: float) -> RankState:
         """Return the rank's state, with the stack obtained by signal if the rank could not record its own."""
         loading = self.workers.get(r.rank)
-        if loading is not None and loading[2]:
-            r = msgspec.structs.replace(r, workers=loading[2])
+        if loading is not None and loading[1]:
+            r = msgspec.structs.replace(r, workers=loading[1])
         stuck = self.stuck_stacks.get(r.rank)
         fatal = r.life == Life.KILLED and r.signal not in (None, 9, 15)
         if stuck is not None and (fatal or (r.activity == "gil_held" and now_s - stuck[0] < STACK_KEPT_S)):

@@ -67,6 +67,7 @@ class RankHistory:
         self._warm = False
         self.site_counts: dict[str, Counter[Site]] = {}
         self.site_stacks: dict[tuple[str, Site], tuple[Site, ...]] = {}
+        self.worker_sites: Counter[Site] = Counter()  # of its loaders' workers when it waited for them for long
         self.visits = Visits()
         self._shares = False  # it has exchanged floating-point tensors with others while it trained
         self.group_calls: dict[str, int] = {}
@@ -339,6 +340,7 @@ class RankHistory:
         """Return the sampled sites and a stack of each phase, as `RankState` has them."""
         newest = {phase: counts.most_common(3) for phase, counts in self.site_counts.items()}
         return {
+            "worker_sites": tuple(self.worker_sites.most_common(3)),
             "phase_sites": {phase: tuple(sites) for phase, sites in newest.items()},
             "phase_stacks": {phase: self.site_stacks[phase, sites[0][0]] for phase, sites in newest.items() if sites},
         }

@@ -149,7 +149,7 @@ class Loaders:
         for i in range(slot.n_first):
             slot.previous[i] = slot.first[i]
         slot.n_first = 0
-        slot.batches = 0
+        slot.previous_batches, slot.batches = slot.batches, 0
         slot.exhausted = slot.data_set_index = 0
         slot.iterations += 1
         self.ledger.loader = 0  # ids of iterators are reused

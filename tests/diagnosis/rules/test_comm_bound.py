@@ -14,7 +14,7 @@ from distdiag.diagnosis.engine import Checks
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding
-from distdiag.diagnosis.model.snapshot import Arrival, Buckets, Call, DdpTime, Model, RankState, Sample, Site
+from distdiag.diagnosis.model.snapshot import Arrival, Buckets, Call, DdpTime, Model, RankState, Sample, Site, Step
 from distdiag.diagnosis.rules import comm_bound
 from distdiag.diagnosis.text.template import Template
 from tests.diagnosis.made import findings, job, only, rank, speeds, steps

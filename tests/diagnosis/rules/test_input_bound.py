@@ -53,9 +53,16 @@ def test_the_line_of_the_dataset_is_named_where_the_rank_runs_it_itself() -> Non
 
 
 @pytest.mark.parametrize(
-    ("kept", "period", "told"), [(False, 20, True), (True, 20, False), (None, 20, False), (False, 7, False)]
-)
-def test_waits_at_the_start_of_epochs_want_workers_that_stay(kept: bool | None, period: int, told: bool) -> None:
+    ("kept", "length", "period", "advice"),
+    [
+        (False, 20, 20, "set `persistent_workers=True`"), (True, 20, 20, "the data several times"),
+        (True, None, 20, "`__iter__` again"), (None, 20, 20, "raise num_workers"), (False, 20, 7, "raise num_workers"),
+        (True, None, 7, "raise num_workers"),
+    ],
+)  # fmt: skip
+def test_waits_at_the_start_of_epochs_are_named_with_what_the_workers_do(
+    kept: bool | None, length: int | None, period: int, advice: str
+) -> None:
     """Step 60 has ended, the last of the third epoch; the next one's first batch may be in use."""
 
     def of_rank(q: int) -> tuple[Step, ...]:
@@ -63,11 +70,18 @@ def test_waits_at_the_start_of_epochs_want_workers_that_stay(kept: bool | None, 
         return tuple(b if b.step % period == 1 else a for a, b in zip(steps(seed=q), late, strict=True))
 
     for given in (20, 1):
-        feeds = loader(workers=3, length=20, batches=given, iterations_started=3, persistent_workers=kept)
-        ranks = [rank(q, step=60, steps=of_rank(q), loaders=(feeds,)) for q in range(2)]
+        feeds = loader(
+            workers=3, length=length, dataset_length=length, batches=given, previous_batches=20, iterations_started=3,
+            persistent_workers=kept,
+        )  # fmt: skip
+        seen = ((Site("/job/shards.py", 19, "fill"), 3), (Site("/job/shards.py", 30, "draw"), 1))
+        ranks = [rank(q, step=60, steps=of_rank(q), loaders=(feeds,), worker_sites=seen) for q in range(2)]
         f = only(of_kind(speeds(job(*ranks)), "input_bound"))
-        assert ("persistent_workers=True" in f.advice, "raise num_workers" in f.advice) == (told, not told)
+        told = advice != "raise num_workers"
+        assert advice in f.advice and ("raise num_workers" in f.advice) is not told
+        assert ("get_worker_info" in f.advice) is (length is None and not told)
         assert ("for the first batch of an epoch of 20 batches, 2.0 s each time" in f.message) is told
+        assert f.message.endswith("; its worker is then at shards.py:19 in fill")
 
 
 def test_ranks_that_wait_for_one_lock_want_no_workers() -> None:
