@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from distdiag.diagnosis.call_cost import HISTORY, dearest
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site, Snapshot
@@ -22,7 +23,7 @@ from distdiag.diagnosis.slow_case import limits as slow
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.text.phrases import at, wheres
+from distdiag.diagnosis.text.phrases import at, site_text, wheres
 from distdiag.diagnosis.training_data import training_loaders
 from distdiag.diagnosis.uneven_exchange import LARGER, uneven
 from distdiag.terms.ranks import fold_ranks
@@ -251,7 +252,11 @@ def _growth_of_all(facts: Facts) -> Iterator[Finding]:
     newest = slowest.steps[-limits.newest :]
     phase_ms, phase = max((statistics.median(part_ms(x, p) for x in newest), p) for p in PHASES)
     sites = {q: next(iter(text.stack_of(r, phase)), None) for q, r in s.ranks.items()}
+    line = dearest(s, facts.source, None)
+    grew = line.grew if line is not None else None
     yield text.GROWING(
+        calls="; the calls of {} at {} carry ever more, from {} to {}".format(line.op, site_text(line.site), *map(size_text, grew)) if line and grew else "",
+        do=text.KEEPS if grew is None else HISTORY,
         victims=sorted(s.ranks), step=slowest.step, where=wheres(s, s.ranks, "user_code", sites), site=sites[slowest.rank],
         now_ms=now_ms, mean_ms=mean_ms, phase_ms=phase_ms, more=now_ms / mean_ms, part="most" if 2 * phase_ms > now_ms else "the largest part", phase="the code between steps" if phase == "other" else phase,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Model, RankState, Site, Step
+from distdiag.diagnosis.model.snapshot import Call, Model, RankState, Site, Step
 from distdiag.diagnosis.rules import straggler
 from tests.diagnosis.made import findings, job, of_kind, rank, steps
 
@@ -68,6 +68,20 @@ def test_steps_that_take_longer_with_time_on_all_ranks_are_told() -> None:
     assert "at probe.py:21 in observe" in f.message and "hooks that are registered again" in str(f.advice)
     assert growing(1.0, 0.3) == []  # of one rank it is that rank's
     assert growing(1.0, 1.0, now_ms=42.0) == []
+
+
+@pytest.mark.parametrize("grows", [True, False])
+def test_the_call_that_carries_ever_more_is_named_with_steps_that_grow(grows: bool) -> None:
+    calls = tuple(
+        Call(
+            op="all_gather", group="default_pg", seq=k, bytes=(1 << 20) * (k if grows else 9), dtype="float32",
+            site=Site("/job/score.py", 26, "gather"), entered_s=50.0 + k, completed_s=50.5 + k,
+        )
+        for k in range(1, 20)
+    )  # fmt: skip
+    (f,) = growing(1.0, 1.0, more=lambda r: msgspec.structs.replace(r, calls=calls))
+    told = "; the calls of all_gather at score.py:26 in gather carry ever more, from 1.0 MiB to 19.0 MiB"
+    assert (told in f.message, "keep running sums" in f.advice) == (grows, grows)
 
 
 @pytest.mark.parametrize(

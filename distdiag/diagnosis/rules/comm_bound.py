@@ -37,8 +37,6 @@ PARTS = 4  # buckets that one bucket of all gradients is split into
 class Limits:
     share: float = 0.3
     """Share of its time that even the least affected rank loses."""
-    in_turn: float = 0.05
-    """The same that each waits for others, from which on ranks are late in turn."""
     least_span_ms: float = 1000.0
     """Milliseconds that the collectives of a loop without optimizer steps must span."""
     small_bucket_bytes: int = 1 << 20
@@ -253,7 +251,7 @@ def _late(window: Window, in_turn: float) -> str:
     n, often = len(window.columns), len(most.indices)
     if often >= straggling.recurrence * n:
         return f"; {rank_list(most.ranks)} works longest in {often} of {n} steps"
-    if in_turn >= limits.in_turn:
+    if in_turn >= straggling.shares[0][1]:
         return f"; {percent(in_turn)} more for whichever rank is late"
     return ", with no rank late" if 2 * often <= n else ""
 

@@ -149,7 +149,7 @@ TOOLS_ON = _row("tools", "all ranks run with {tools} on, still at step {step}", 
     "switch it off once it has shown what it was on for: `torch.autograd.set_detect_anomaly(False)`, `tracemalloc.stop()`", severity=Severity.INFO)  # fmt: skip
 GROWING = _row("growth",
     "steps take longer with time on all ranks: {now_ms:.0f} ms now, {mean_ms:.0f} ms on average so far; {part} of one is {phase} now "
-    "({phase_ms:.0f} ms){site}", "{more:.1f} times the time of an average step", f"{KEEPS}; if steps are meant to have more to do, or the host has got busier, ignore this",
+    "({phase_ms:.0f} ms){site}{calls}", "{more:.1f} times the time of an average step", "{do}; if steps are meant to have more to do, or the host has got busier, ignore this",
     severity=Severity.INFO)  # fmt: skip
 DO_COLLECT = {
     "by hand": f"call `gc.collect()` at few steps, or not at all; {FREEZE}",
