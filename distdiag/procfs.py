@@ -65,6 +65,20 @@ def children(pid: int, *, of_any_thread: bool = False) -> list[int]:
         return []
 
 
+def waits_for_child(pid: int, child: int) -> bool:
+    """True if a thread of a process waits for a child to end, and `child` is the only one that the process has."""
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            at = f"/proc/{pid}/task/{thread}"
+            ran = read(f"{at}/schedstat")
+            if read(f"{at}/wchan") == "do_wait":
+                only = children(pid, of_any_thread=True) == [child]
+                return only and read(f"{at}/schedstat") == ran  # it has slept since, so it has reaped no other child
+    except OSError:
+        pass
+    return False
+
+
 def parents(pid: int) -> list[int]:
     """Return the parent of a process, in a list; empty if it is gone, or the first process of all."""
     try:

@@ -121,11 +121,28 @@ class Monitor:
             self.nodes.connect()
             if self.priority.run(self._poll, low=self._well()):
                 break
+            if self._awaited():
+                return
             left = self.pace.pause_s(began) - (time.monotonic() - began)
             if left > 0 and self.endings.wake.wait(left):
                 self.pace.poll_at = 0.0
             self.endings.wake.clear()
         self.close()
+
+    def _awaited(self) -> bool:
+        """True if a rank waits for this process, which must end; the run notes it. The rank starts another monitor once it goes on.
+
+        The kernel makes orphans children of the first process of a container, or of a child subreaper. If that is a rank,
+        and it waits until it has no child left, it would wait for the monitor, which waits for the rank.
+        """
+        parent = os.getppid()
+        rank = next((v.rank for v in self.views.values() if v.header.pid == parent), None)
+        if rank is None or not procfs.waits_for_child(parent, os.getpid()):
+            return False
+        text = f"the monitor ended: rank {rank}, whose child it is, waits for all its children"
+        self.writer.event(self.now_s, "monitor", "info", text)
+        self.writer.commit()
+        return True
 
     def _tick_s(self, poll_cpu_s: float) -> float:
         """Return the time from the begin of a poll to the next one."""

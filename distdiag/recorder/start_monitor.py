@@ -139,17 +139,18 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
     Raises:
         NotStarted: no process could be started, or its first half did not end.
     """
+    silent = quiet or options.quiet or os.environ.get("DISTDIAG_QUIET") == "1"
     env = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD" and (not k.startswith("PYTHON") or k in _PYTHON)}
     command = [
         _interpreter(), "-P", "-S", "-X", "utf8", "-c", _PROGRAM, json.dumps(_import_path()), str(lock), str(run_dir), "--pages", str(pages),
-        "--overflow", str(overflow), "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * (quiet or options.quiet),
+        "--overflow", str(overflow), "--node", str(node), *["--for-reader"] * quiet, *["--quiet"] * silent,
         *(["--keep", str(options.keep_bytes)] if options.keep_bytes else []), *["--tape"] * options.tape,
         *(["--metrics", options.metrics] if options.metrics is not None else []),
         *(["--nodes-port", str(options.nodes_port)] if options.nodes_port else []),
     ]  # fmt: skip
-    # stderr is the job's: findings of severity error are printed there, when they happen
+    # stderr is the job's: findings of severity error are printed there, when they happen; a pipe is open until the monitor ends
     actions: list[tuple[int | str, ...]] = [
-        (os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(2 + quiet)
+        (os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(2 + silent)
     ]
     actions.append((os.POSIX_SPAWN_DUP2, lock, lock))  # a descriptor duplicated onto itself is inherited
     try:

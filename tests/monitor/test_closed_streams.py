@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import ONE_RANK, REPOSITORY, clean_env, closed
+from tests.jobs import ONE_RANK, REPOSITORY, clean_env, closed, rows, start, wait_for
 
 OPENED = """
 import os
@@ -52,3 +52,14 @@ def test_a_job_without_a_stderr_is_recorded(tmp_path: Path) -> None:
     closed(tmp_path / "R")
     wrote = {p.name for p in (tmp_path / "R").rglob("*") if p.is_file() and b"[distdiag]" in p.read_bytes()}
     assert wrote == {"verdict.txt"}
+
+
+@pytest.mark.job
+@pytest.mark.parametrize("quiet", [False, True])
+def test_only_a_monitor_that_prints_holds_the_jobs_stderr_open(tmp_path: Path, quiet: bool) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "distdiag.run", *["--quiet"] * quiet, "--run-dir", "R", "train.py"]
+    with start(command, cwd=tmp_path, env=ONE_RANK) as job:
+        wait_for(lambda: rows(tmp_path / "R", "SELECT 1 FROM meta"), 60, "the monitor", job)
+        (monitor,) = job.monitor_pids()
+        assert (Path(f"/proc/{monitor}/fd/2").readlink() == Path("/dev/null")) is quiet

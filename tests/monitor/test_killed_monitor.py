@@ -86,3 +86,44 @@ def test_a_reader_judges_a_job_that_was_killed_with_its_monitor(tmp_path: Path) 
     assert found["ranks_seen"] == 2 and found["unjudged"] is None
     # the reader's monitor still writes its last rows after the reader has its answer
     wait_for(lambda: not marked(os.environ[TEST_MARK]), 30, "the reader's monitor to end")
+
+
+WAITS_FOR_ALL = """
+import ctypes, os, sys, time
+from pathlib import Path
+if os.getpid() != 1:
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+import distdiag
+run = distdiag.attach()
+while not Path("R/run.db").exists():
+    time.sleep(0.05)
+quick = [os.fork() or os._exit(3) for _ in range(2)]
+ended = []
+try:
+    while True:
+        ended.append(os.wait()[0])
+except ChildProcessError:
+    print(set(quick) <= set(ended), len(ended) - len(quick), flush=True)
+while not Path("end").exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_rank_that_waits_until_it_has_no_child_left_goes_on(tmp_path: Path, first: bool) -> None:
+    """The monitor is a child of a rank that is process 1 of a container or a subreaper: it ends, and the rank starts another."""
+    if first and os.geteuid():
+        pytest.skip("only root can start a process in a new PID namespace")
+    (tmp_path / "job.py").write_text(WAITS_FOR_ALL)
+    alone = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"] if first else []
+    env = {**ONE_RANK, "DISTDIAG_RUN_DIR": "R"}
+    with start([*alone, sys.executable, "job.py"], cwd=tmp_path, env=env, timeout=60) as job:
+        wait_for(job.stdout, 30, "the rank to have waited", job)
+        assert job.stdout() == "True 1\n"
+        note = "SELECT text FROM event WHERE text LIKE 'the monitor ended: rank 0%'"
+        wait_for(lambda: len(rows(tmp_path / "R", note)) == 1 and job.monitor_pids(), 30, "another monitor", job)
+        (tmp_path / "end").touch()
+        assert job.wait() == 0, job.tail()
+        wait_for(lambda: not job.monitor_pids(), 30, "the monitor to end")
+    code, found = verdict(tmp_path)
+    assert (code, found["state"], found["ranks_seen"]) == (0, "ended", 1), found
