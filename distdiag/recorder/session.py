@@ -286,7 +286,8 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
             if state.RAISE:
                 raise
             if local_rank == 0:
-                report_not_recorded(e, "" if isinstance(e, NotStarted) else DIRECTORY_HINT)
+                of_directory = isinstance(e, OSError) and not isinstance(e, NotStarted)
+                report_not_recorded(e, DIRECTORY_HINT if of_directory else "")
             return None
     if "torch" not in sys.modules or hasattr(sys.modules["torch"], "distributed"):
         after_import("torch", current.install)
@@ -295,7 +296,7 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
 
 def report_not_recorded(error: Exception, hint: str = DIRECTORY_HINT) -> None:
     """Print on stderr why nothing is recorded and what to do, one line each; nothing if the job has closed its stderr."""
-    reason: object = error
+    reason: object = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         reason = f"{error.filename}: {error.strerror}" if isinstance(error.filename, str) else error.strerror
     goes_on = "the job itself continues"
@@ -324,7 +325,7 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
     h.rank, h.local_rank, h.world_size = rank, local_rank, world_size
     h.local_world_size = run_claim.local_world_size(rank, world_size)
     h.node = claim.node
-    h.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") or 0)
+    h.attempt = number("TORCHELASTIC_RESTART_COUNT") or 0
     h.started_wall_ns, h.started_mono_ns = wall_ns(), now_ns()
     h.phase_since_ns = h.started_mono_ns
     h.heartbeat_ns = h.started_mono_ns

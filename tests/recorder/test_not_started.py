@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from distdiag.page import directories
 from distdiag.recorder import session, start_monitor, state
 from distdiag.recorder.start_monitor import NotStarted
-from tests.jobs import runs, wait_for
+from tests.jobs import ONE_RANK, closed, runs, start, wait_for
 
 
 def _pages(tmp_path: Path) -> Path:
@@ -40,13 +41,21 @@ def test_a_process_that_does_not_get_going_is_killed(tmp_path: Path, monkeypatch
     wait_for(lambda: not runs(pids[0]), 10, "the process to end")
 
 
-@pytest.mark.parametrize("directory", [False, True])
-def test_the_hint_fits_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], directory: bool
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PermissionError(13, "Permission denied", "reports"), "reports: Permission denied"),
+        (None, "no process could be started"),
+        (MemoryError(), "MemoryError"),
+        (ValueError("a number is missing"), "a number is missing"),
+    ],
+)
+def test_the_reason_is_named_and_the_hint_fits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception | None, says: str
 ) -> None:
     def fails(*_: object) -> None:
-        if directory:
-            raise PermissionError(13, "Permission denied", "reports")
+        if error is not None:
+            raise error
         monkeypatch.setattr(start_monitor, "_interpreter", lambda: os.devnull)  # not executable
         pages = _pages(tmp_path)
         start_monitor.start_monitor(tmp_path / "run", pages, 0, pages)
@@ -55,6 +64,14 @@ def test_the_hint_fits_the_reason(
     monkeypatch.setattr(state, "RAISE", False)
     assert session.start(None, None, 0, 1, 0) is None
     first, second = capfd.readouterr().err.splitlines()
-    assert first.startswith("distdiag: this job is not recorded: ")
-    assert ("no process could be started" in first) is not directory
-    assert ("--run-dir" in second) is directory and second.endswith("the job itself continues")
+    assert first.startswith(f"distdiag: this job is not recorded: {says}")
+    assert ("--run-dir" in second) is isinstance(error, PermissionError) and second.endswith("the job itself continues")
+
+
+@pytest.mark.job
+def test_a_count_of_restarts_that_is_no_number_costs_no_record(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    command = [sys.executable, "-m", "distdiag.run", "--run-dir", "R", "train.py"]
+    with start(command, cwd=tmp_path, env={**ONE_RANK, "TORCHELASTIC_RESTART_COUNT": "one"}) as job:
+        assert job.wait() == 0 and "not recorded" not in job.stderr(), job.tail()
+        closed(tmp_path / "R")
