@@ -202,7 +202,13 @@ def _show(error: BaseException, current: object) -> None:
     # here, and not only by our `sys.excepthook`: the script may have put its own in place of it
     if current is not None:
         current.record_exception(error, tb)  # type: ignore[attr-defined]
-    sys.excepthook(type(error), error, tb)
+    try:
+        sys.excepthook(type(error), error, tb)
+    except Exception as failure:  # of the script's own hook: as Python prints it
+        failure.__traceback__, failure.__context__ = failure.__traceback__.tb_next, None  # type: ignore[union-attr]
+        for text, e in (("Error in sys.excepthook:", failure), ("\nOriginal exception was:", error)):
+            sys.stderr.write(f"{text}\n")
+            sys.__excepthook__(type(e), e, e.__traceback__)
 
 
 def _is_ours(tb: TracebackType) -> bool:

@@ -33,6 +33,7 @@ SCRIPTS = {
     "pickles": "import pickle\nclass A:\n    pass\nprint(type(pickle.loads(pickle.dumps(A()))).__module__)\n",
     "threads": "import sys, threading\nfor t in threading.enumerate():\n    print(t.name)\n    if t is not threading.main_thread():\n        t.join(20)\n"
     "sys.excepthook = lambda kind, error, tb: print('hook', kind, error)\n1 / 0\n",
+    "hook_that_fails": "import sys\ndef report(*error):\n    raise OSError('no network')\nsys.excepthook = report\n1 / 0\n",
     "environment": "import os, threading\nprint(os.getcwd(), sorted(os.environ.items()))\n",
     "fork": "import os\np = os.fork()\nif p == 0:\n    os._exit(3)\nprint(os.waitpid(-1, 0)[1] >> 8)\n",
     "no_child_of_ours": "import os\ntry:\n    os.waitpid(-1, os.WNOHANG)\n    print('a child')\nexcept ChildProcessError:\n    print('none')\n",
