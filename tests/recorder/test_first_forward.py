@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import closed, launch, rows
+from tests.jobs import ONE_RANK, closed, launch, rows, start
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -36,6 +37,7 @@ class Net(nn.Module):
         return x
 
 
+torchs = nn.Module.__call__
 dist.init_process_group("gloo")
 net = Net()
 if "aside" in sys.argv:
@@ -50,7 +52,7 @@ optimizer = torch.optim.SGD([p for p in ddp.parameters() if p.requires_grad], 0.
 try:
     for _ in range(3):
         ddp(torch.randn(4, 8)).sum().backward()
-        assert not torch_module._global_forward_pre_hooks
+        assert not torch_module._global_forward_pre_hooks and nn.Module.__call__ is torchs
         optimizer.step()
         optimizer.zero_grad()
 except RuntimeError as e:
@@ -83,3 +85,63 @@ def test_the_cause_of_a_missing_gradient_is_found(case: str, says: str, tmp_path
     assert ("use_reentrant=False" in by_cause["never_used"]["advice"]) is (case == "reentrant")
     assert says in message if says else "forward" not in message
     assert by_cause["frozen"]["severity"] == "info" and by_cause["frozen"]["names"] == ["fixed.weight", "fixed.bias"]
+
+
+RAISES = """
+import sys, traceback, warnings
+import torch
+from torch import distributed as dist, nn
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        warnings.warn("from here", stacklevel=4)
+        return self.layer(x)
+
+
+class Outer(Inner):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        try:
+            return self.inner(x)
+        except RuntimeError:
+            traceback.print_exc()
+            raise
+
+
+model = Outer()
+if sys.argv[1] == "in DDP":
+    model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+try:
+    for step in range(3):
+        width = 2 if step == 0 and sys.argv[1] == "alone" else 3  # what it calls is collected in the second step
+        model(torch.ones(4, width)).sum().backward()
+        optimizer.step()
+except RuntimeError:
+    traceback.print_exc()
+    optimizer.step()
+model(torch.ones(4, 2))
+model(torch.ones(4, 3))
+"""
+
+
+@pytest.mark.parametrize("where", ["in DDP", "alone"])
+def test_an_error_in_the_forward_looks_as_without_recording(where: str, tmp_path: Path) -> None:
+    """While the modules are collected that the forward calls, too."""
+    (tmp_path / "net.py").write_text(RAISES)
+    shown = []
+    for before in ([], ["-m", "distdiag.run", "--quiet", "--run-dir", "R"]):
+        with start([sys.executable, *before, "net.py", where], cwd=tmp_path, env=ONE_RANK) as job:
+            assert job.wait() == 1, job.tail()
+            shown.append(job.stderr())
+    assert shown[0] == shown[1] and shown[0].count("cannot be multiplied") >= 3 and "net.py:26: UserWarning" in shown[0]

@@ -7,28 +7,34 @@ import weakref
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from distdiag.page.layout import ModelSlot
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import LastCallSite, ModelWords
 from distdiag.recorder.hooks.ddp_times import DdpTimes
+from distdiag.recorder.hooks.wrapping import UNCOUNTED, around
+from distdiag.recorder.state import guarded
 
 
 class EnteredModules:
     """Collects the modules whose forward is entered until `end()`, such as in the first training forward.
 
-    An unused parameter's module was never called, or its output is not in the loss.
+    An unused parameter's module was never called, or its output is not in the loss. A global hook of torch would take every call out of
+    its fast path, which the tracebacks of the job's errors show.
     """
 
     def __init__(self) -> None:
         self.modules: dict[int, weakref.ref[Any]] = {}
         self._with_graph: set[int] = set()
         self.in_ddp: set[int] = set()  # those that the forward of a module in DDP calls
-        self._hook = register_module_forward_pre_hook(self._enters)
+        if not _collecting:
+            _replaced[:] = Module.__call__, around(Module.__call__, _enters, file=UNCOUNTED)
+            Module.__call__ = _replaced[1]  # type: ignore[method-assign]
+        _collecting.append(self)
 
-    def _enters(self, module: Any, _inputs: Any) -> None:
+    def add(self, module: Any) -> None:
         self.modules[id(module)] = weakref.ref(module)
         if torch.is_grad_enabled():
             self._with_graph.add(id(module))
@@ -36,7 +42,10 @@ class EnteredModules:
             self.in_ddp.add(id(module))
 
     def end(self) -> None:
-        self._hook.remove()
+        if self in _collecting:
+            _collecting.remove(self)
+            if not _collecting and Module.__call__ is _replaced[1]:  # else somebody has wrapped it meanwhile
+                Module.__call__ = _replaced[0]  # type: ignore[method-assign]
 
     def never_called(self, model: Any, parameters: list[str]) -> list[str]:
         """Return the names of the modules of `model` that own one of `parameters` and were not entered."""
@@ -46,6 +55,16 @@ class EnteredModules:
         """True if the modules that own `parameters` were entered with gradients off only, as by a reentrant checkpoint."""
         owners = {id(module) for _, module in _owners(model, parameters)}
         return bool(owners) and owners <= self.modules.keys() - self._with_graph
+
+
+@guarded
+def _enters(module: Any, *_args: Any, **_kwargs: Any) -> None:
+    for entered in _collecting:
+        entered.add(module)
+
+
+_collecting: list[EnteredModules] = []
+_replaced: list[Any] = []  # the method, and what is in its place while some collect
 
 
 def _owners(model: Any, parameters: list[str]) -> list[tuple[str, Any]]:

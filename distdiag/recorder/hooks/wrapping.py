@@ -72,7 +72,11 @@ def as_c_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> An
 
 
 def around(
-    original: Function, begins: Function | None = None, ends: Function | None = None, c_method: bool = False
+    original: Function,
+    begins: Function | None = None,
+    ends: Function | None = None,
+    c_method: bool = False,
+    file: str | None = None,
 ) -> Any:
     """Return `original` with a call before it and one after it, whether it returns or raises; not for what runs in every step.
 
@@ -82,6 +86,7 @@ def around(
         ends: Called with (what `begins` returned; without `begins` the arguments, the result, the exception or None); may not
             raise, either.
         c_method: `original` is a method of a C++ class.
+        file: See `wraps`.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +107,7 @@ def around(
                 settle_late(late, e, end, (began, None, e))
             raise
 
-    return as_c_method(call, original) if c_method else wraps(original)(call)
+    return as_c_method(call, original) if c_method else wraps(original, file=file)(call)
 
 
 def settle(error: BaseException, end: Function | None = None, args: tuple[Any, ...] = ()) -> None:
