@@ -1,4 +1,4 @@
-"""What the recorder reads from a dataset: its length, once per epoch; and what it derives from it."""
+"""What the recorder reads from a dataset: its length; and what it derives from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from torch.utils.data import (
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    distributed,
     random_split,
+    sampler,
 )
 
 from distdiag.page.layout import page_path
@@ -29,6 +31,7 @@ from distdiag.recorder.fast import accounts
 from distdiag.recorder.hooks.data_set_index import data_set_content
 from distdiag.recorder.hooks.epoch_samples import EpochSamples
 from distdiag.recorder.hooks.loaders import Loaders, fingerprint
+from distdiag.recorder.hooks.wrapping import around
 from distdiag.recorder.state import Recorder
 
 SAMPLES = 17
@@ -62,20 +65,46 @@ def loaders(data: Counted) -> dict[str, DataLoader[int]]:
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> Loaders:
+def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loaders:
     page = PageWriter(page_path(tmp_path / "pages", 0))
-    return Loaders(Recorder(page), accounts.ledger(page, None))
+    made = Loaders(Recorder(page), accounts.ledger(page, None))
+    for module in (sampler, distributed):
+        monkeypatch.setattr(module, "len", around(len, ends=made.asked), raising=False)
+    return made
 
 
 @pytest.mark.parametrize("name", loaders(Counted()))
-def test_a_datasets_length_is_called_once_per_epoch(name: str, recorded: Loaders) -> None:
+def test_a_datasets_length_is_not_asked_for_again(name: str, recorded: Loaders) -> None:
     data = Counted()
     loader = loaders(data)[name]
     data.calls = 0
-    recorded.starts(loader, object(), None)
-    assert data.calls == 1
+    batches = len(list(loader))
+    plain = data.calls
+    for epoch in range(3):
+        data.calls = 0
+        recorded.starts(loader, object(), None)
+        assert data.calls == (name == "a subset" and not epoch)  # whose sampler does not know the data set
+        assert len(list(loader)) == batches and data.calls == plain + (name == "a subset" and not epoch)
+        slot = next(iter(recorded._slots.values()))
+        assert (slot.length, slot.dataset_length) == (batches, SAMPLES)
+
+
+def test_the_length_of_another_loader_at_the_same_line_is_its_own(recorded: Loaders) -> None:
+    for data, length in ((Counted(), 5), (TensorDataset(torch.ones(9)), 3)):
+        loader = DataLoader(data, 4)
+        recorded.starts(loader, object(), None)
+        slot = next(iter(recorded._slots.values()))
+        assert (slot.length, slot.dataset_length) == (-1, -1)
+        next(iter(loader))
+        assert (slot.length, slot.dataset_length) == (length, len(data))
+
+
+def test_a_length_that_workers_begin_with_is_known(recorded: Loaders) -> None:
+    loader = DataLoader(Counted(), 4, num_workers=1)
+    iterator = iter(loader)
+    recorded.starts(loader, iterator, None)
     slot = next(iter(recorded._slots.values()))
-    assert (slot.length, slot.dataset_length) == (len(loader), SAMPLES) == (len(list(loader)), SAMPLES)
+    assert (slot.length, slot.dataset_length) == (5, SAMPLES) and len(list(iterator)) == 5
 
 
 class Listed(Dataset[Any]):

@@ -51,7 +51,11 @@ def test_a_process_that_does_not_get_going_is_killed(tmp_path: Path, monkeypatch
     ],
 )
 def test_the_reason_is_named_and_the_hint_fits_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception | None, says: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: Exception | None,
+    says: str,
 ) -> None:
     def fails(*_: object) -> None:
         if error is not None:

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as loader_module
+from torch.utils.data import distributed as distributed_module
+from torch.utils.data import sampler as sampler_module
 
 from distdiag.recorder import state
 from distdiag.recorder.frames import PACKAGE, kind_of
@@ -116,6 +118,8 @@ def _wrap_loader(accounting: StepAccounting) -> None:
         if error is None:
             accounting.loaders.starts(args[0], iterator, sys._getframe(1))
 
+    for module in (sampler_module, distributed_module):  # their name for Python's function
+        module.len = around(len, ends=accounting.loaders.asked)
     base = loader_module._BaseDataLoaderIter
     DataLoader.__iter__ = around(DataLoader.__iter__, ends=starts)
     base.__next__ = loader_next(accounting, base.__next__)  # type: ignore[method-assign]

@@ -60,6 +60,8 @@ class Loaders:
         self._iterators: dict[int, ref[Any]] = {}  # by site, of loaders with workers
         self._last: LoaderSlot | None = None  # the loader whose batch came last
         self._trained = 0  # id of the iterator whose batch a backward pass last followed
+        self._loaders: dict[int, ref[Any]] = {}  # by site, the last one
+        self._asked = 0, -1  # id of what torch's samplers last asked for its length, and that
 
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
@@ -85,11 +87,7 @@ class Loaders:
         slot = self._begin(iterator, site)
         if slot is None:
             return
-        batch_sampler = getattr(loader, "batch_sampler", None)
-        sampler = getattr(batch_sampler, "sampler", None)
-        if sampler is None:  # not `or`: a sampler's truth depends on its length, which runs the job's code
-            sampler = getattr(loader, "sampler", None)
-        slot.length, slot.dataset_length = _lengths(loader, batch_sampler, sampler)
+        batch_sampler, sampler = _samplers(loader)
         size = loader.batch_size or getattr(batch_sampler, "batch_size", None)
         slot.batch_size = size if isinstance(size, int) else -1
         drop = getattr(batch_sampler, "drop_last", loader.drop_last)
@@ -102,9 +100,14 @@ class Loaders:
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, IterableDataset) and hasattr(dataset, "set_epoch"):
             epoch = getattr(dataset, "epoch", None)  # by which it shuffles itself; its workers may have another
-        if slot.distributed_sampler == 1 and isinstance(sampler, DistributedSampler):
-            with unseen():
-                slot.data_set_index = data_set_index(dataset, slot.dataset_length)
+        before = self._loaders.get(site)
+        if before is None or before() is not loader:
+            self._loaders[site] = ref(loader)
+            asked, length = self._asked
+            if asked != id(dataset):
+                length = -1 if isinstance(dataset, IterableDataset) or _asks(sampler, dataset) else _length(dataset)
+            slot.dataset_length = length
+        self._measure(loader, slot)
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
         if slot.sampler_epoch == left_in > 0:  # resumed within this epoch
             slot.n_previous = 0
@@ -120,6 +123,33 @@ class Loaders:
             self._iterators[slot.site] = ref(iterator)
         own = type(iterator) in _TORCHS and slot.distributed_sampler != 1  # the latter's parts are known by its numbers
         self._hash_samples(iterator, slot, dataset if own else None)
+
+    @guarded
+    def asked(self, args: tuple[Any], length: int, error: BaseException | None) -> None:
+        """Note a length that one of torch's samplers has asked for, as they do once an epoch.
+
+        `__len__` of a data set is the job's code, and may be slow or print: what torch asks for is not asked for a second time.
+        """
+        if error is not None:
+            return
+        self._asked = (
+            id(args[0]),
+            length,
+        )  # with workers, a loader's first batches are asked for before it is known here
+        for site, of in self._loaders.items():
+            loader = of()
+            if loader is not None and loader.dataset is args[0]:
+                self._slots[site].dataset_length = length
+                self._measure(loader, self._slots[site])
+
+    @staticmethod
+    def _measure(loader: Any, slot: LoaderSlot) -> None:
+        """Write what follows from the length of the data set: the batches of an epoch, and the index."""
+        batch_sampler, sampler = _samplers(loader)
+        slot.length = _batches(loader, batch_sampler, sampler, slot.dataset_length)
+        if slot.distributed_sampler == 1 and isinstance(sampler, DistributedSampler):
+            with unseen():
+                slot.data_set_index = data_set_index(loader.dataset, slot.dataset_length)
 
     @guarded
     def starts_plain(self, key: object, iterable: Iterable[Any], length: int | None, frame: Any) -> None:
@@ -271,26 +301,36 @@ def _fits(sampler: Any) -> bool:
     return (rank is None or rank == torch.distributed.get_rank()) and (replicas is None or replicas == world)
 
 
-def _lengths(loader: Any, batch_sampler: Any, sampler: Any) -> tuple[int, int]:
-    """Return (batches of an epoch, samples of the data set); -1: unknown.
+def _samplers(loader: Any) -> tuple[Any, Any]:
+    """Return the samplers of a loader's batches and of its samples."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batch_sampler, "sampler", None)
+    if sampler is None:  # not `or`: a sampler's truth depends on its length, which runs the job's code
+        sampler = getattr(loader, "sampler", None)
+    return batch_sampler, sampler
 
-    `__len__` of a dataset is the job's code, and may be slow or have side effects. It is called once; torch's own samplers
-    would call it again.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        return -1, -1
-    samples = drawn = _length(loader.dataset)
+
+def _asks(sampler: Any, data: Any) -> bool:
+    """True for a sampler of torch that asks for the length of this data set."""
     if type(sampler) is DistributedSampler:
-        drawn = sampler.num_samples
-    elif type(sampler) is RandomSampler and sampler.data_source is loader.dataset:
-        drawn = samples if sampler._num_samples is None else sampler._num_samples
-    elif type(sampler) is not SequentialSampler or sampler.data_source is not loader.dataset:
-        return _length(loader), samples
-    if drawn < 0 or type(loader) is not DataLoader or type(batch_sampler) not in (BatchSampler, type(None)):
-        return _length(loader), samples
+        return sampler.dataset is data
+    return type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is data
+
+
+def _batches(loader: Any, batch_sampler: Any, sampler: Any, samples: int) -> int:
+    """Return the batches of an epoch; -1: unknown. torch's own classes are not asked: they would ask the data set again."""
+    if isinstance(loader.dataset, IterableDataset):
+        return -1
+    plain = type(loader) is DataLoader and type(batch_sampler) in (BatchSampler, type(None))
+    if not plain or not _asks(sampler, loader.dataset):
+        return _length(loader)
+    split = type(sampler) is DistributedSampler
+    drawn = sampler.num_samples if split else getattr(sampler, "_num_samples", None) or samples
+    if drawn < 0:
+        return -1
     size = 1 if batch_sampler is None else batch_sampler.batch_size
     dropped = batch_sampler is not None and batch_sampler.drop_last
-    return (drawn if dropped else drawn + size - 1) // size, samples
+    return (drawn if dropped else drawn + size - 1) // size
 
 
 def _length(x: Any) -> int:
