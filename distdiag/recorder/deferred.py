@@ -13,7 +13,7 @@ from typing import Any
 
 from distdiag.recorder import joining, run_claim, session, start_monitor, state
 from distdiag.recorder.after_import import after_import
-from distdiag.recorder.hooks.wrapping import UNCOUNTED, wraps
+from distdiag.recorder.hooks.wrapping import UNCOUNTED, around, wraps
 from distdiag.recorder.state import VARIABLE, guarded, switched_off
 from distdiag.terms.launchers import TORCHRUN, launched, number
 from distdiag.torch_modules import replace
@@ -69,11 +69,17 @@ def enter_group(
     if wanted and (spawned or joining.launched()):
         _begin(run_dir, name, *_rank_of_call(args, kwargs))
         wanted = False
+    helper = getattr(dist, "_new_process_group_helper", None) if wanted else None
+    if helper is not None:
+        dist._new_process_group_helper = around(helper, lambda *of, **_: _offers(dist, of, run_dir))
     try:
         out = dist.init_process_group(*args, **kwargs)
     except BaseException as e:
         e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
         raise
+    finally:
+        if helper is not None:
+            dist._new_process_group_helper = helper
     if wanted:
         _join_group(dist, run_dir, name)
     return out
@@ -84,11 +90,19 @@ def _begin(run_dir: str | None, name: str | None, rank: int, world: int) -> None
     session.start(run_dir, name, rank, world, rank if local is None else local)
 
 
+@guarded
+def _offers(dist: Any, of: tuple, run_dir: str | None) -> None:
+    """Let rank 0 write its run into the store of a default group that is about to be made."""
+    _, rank, _, _, store, name, *_ = of
+    if rank == 0:
+        joining.offer(dist.PrefixStore(f"{name}/", store), run_dir)
+
+
 def _join_group(dist: Any, run_dir: str | None, name: str | None) -> None:
     """Record a rank whose process group exists, in the run of that group."""
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
-        joining.join(dist._get_default_store(), rank, run_dir)
+        joining.join(dist._get_default_store(), rank, run_dir, str(dist.get_backend_config()))
     except Exception as e:
         if state.RAISE:
             raise

@@ -1,12 +1,13 @@
 """Which job a rank belongs to if no launcher names it: the job whose process group it is in, by the group's own store.
 
-Rank 0 writes which run it records into; the other ranks read it once the group exists. An address or a parent process would not do:
+Rank 0 writes which run it records into, before it makes the group; the others read it once the group exists. An address or a parent process would not do:
 two jobs may use one port after each other, and two terminals have no parent in common.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import secrets
 import socket
@@ -19,7 +20,8 @@ from distdiag.terms.untrusted import is_rank
 from distdiag.unpatched import now_s, sleep
 
 KEY = "distdiag/job"
-WAIT_S = 5.0  # for rank 0, which leaves init_process_group at about the same time
+# For a rank 0 that has not begun to make the group when this rank has it already. Ranks that one process spawned are all recorded.
+WAIT_S, SPAWNED_WAIT_S = 1.0, 5.0
 MOST_BYTES = 16_384  # of what rank 0 writes; the rest is not read, so a longer text is no JSON
 
 
@@ -32,36 +34,48 @@ def launched() -> bool:
     return any(os.fsdecode(v.partition(b"=")[0]) in RANKS for v in given)
 
 
-def join(store: Any, rank: int, run_dir: str | None) -> None:
+def offer(store: Any, run_dir: str | None) -> None:
+    """Make rank 0 part of the job of its default process group, and write for the others which that is. See `join`."""
+    named = run_dir or os.environ.get(run_claim.ENV_DIR)
+    chosen = os.path.abspath(named) if named else None
+    job = run_claim.Joined(run_claim.job_given() or secrets.token_hex(8), run_claim.root_of_runs(), chosen, 0)
+    store.set(KEY, json.dumps([job.token, str(job.root), chosen, socket.gethostname()]))
+    store.check([KEY])  # a round trip: from now on, all see it
+    run_claim.join_job(job)
+
+
+def join(store: Any, rank: int, run_dir: str | None, backends: str) -> None:
     """Make this process part of the job of its default process group.
 
     Args:
         store: The store of that group.
         run_dir: Run directory that this process was given; rank 0's counts.
+        backends: Of that group, `cpu:gloo,cuda:nccl`.
 
     Raises:
         Exception: what the store raises; TimeoutError if rank 0 does not record.
         ValueError: another program wrote under our key.
     """
-    host = socket.gethostname()
     if rank == 0:
-        named = run_dir or os.environ.get(run_claim.ENV_DIR)
-        chosen = os.path.abspath(named) if named else None
-        job = run_claim.Joined(run_claim.job_given() or secrets.token_hex(8), run_claim.root_of_runs(), chosen, 0)
-        store.set(KEY, json.dumps([job.token, str(job.root), chosen, host]))
-    else:
-        _wait(store)
-        token, root, chosen, first = _read(store.get(KEY))
-        job = run_claim.Joined(token, Path(root), chosen, 0 if host == first else _node(store, host, rank))
-    run_claim.join_job(job)
+        offer(store, run_dir)
+        return
+    host = socket.gethostname()
+    _wait(store, backends)
+    token, root, chosen, first = _read(store.get(KEY))
+    node = 0 if host == first else _node(store, host, rank)
+    run_claim.join_job(run_claim.Joined(token, Path(root), chosen, node))
 
 
-def _wait(store: Any) -> None:
-    """Wait for rank 0. The store's own `wait` prints warnings on the job's stderr if the key never comes."""
-    end = now_s() + WAIT_S
+def _wait(store: Any, backends: str) -> None:
+    """Wait for rank 0. With gloo all ranks make the group together, so it has written or never will.
+
+    The store's own `wait` prints warnings on the job's stderr if the key never comes.
+    """
+    wait_s = SPAWNED_WAIT_S if multiprocessing.parent_process() is not None else WAIT_S
+    end = now_s() + (0.0 if "gloo" in backends else wait_s)
     while not store.check([KEY]):
-        if now_s() > end:
-            raise TimeoutError(f"rank 0 is not recorded: no {KEY} in the job's store after {WAIT_S:g} s")
+        if now_s() >= end:
+            raise TimeoutError(f"rank 0 is not recorded: no {KEY} in the job's store")
         sleep(0.02)
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from distdiag.page import directories
 from distdiag.recorder import joining, run_claim, session
-from tests.jobs import closed, launch, rows, start
+from tests.jobs import closed, free_port, launch, rows, start
 
 GOOD = ["0123456789abcdef", "/srv/reports", None, "host"]
 HOSTILE = {
@@ -56,19 +57,57 @@ def unjoined(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_value_that_rank_0_has_not_written_is_refused(unjoined: None, name: str) -> None:
     value = BROKEN.get(name) if name in BROKEN else json.dumps(HOSTILE[name])
     with pytest.raises(ValueError, match="not from distdiag"):
-        joining.join(Store(value), 1, None)
+        joining.join(Store(value), 1, None, "gloo")
     assert run_claim.job_given() is None
 
 
 def test_the_value_of_rank_0_is_used(unjoined: None) -> None:
-    joining.join(Store(json.dumps(GOOD)), 1, None)
+    joining.join(Store(json.dumps(GOOD)), 1, None, "nccl")
     assert run_claim.root_of_runs() == Path("/srv/reports") and run_claim.job_token().startswith(GOOD[0])
 
 
 def test_without_a_recorded_rank_0_the_others_wait_a_moment(unjoined: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not where it must have written before they have the group."""
     monkeypatch.setattr(joining, "WAIT_S", 0.1)
-    with pytest.raises(TimeoutError, match="rank 0 is not recorded"):
-        joining.join(Store(None), 1, None)
+    waits: list[float] = []
+    monkeypatch.setattr(joining, "sleep", waits.append)
+    for backends, waited in (("nccl", True), ("cpu:gloo,cuda:nccl", False), ("gloo", False)):
+        waits.clear()
+        with pytest.raises(TimeoutError, match="rank 0 is not recorded"):
+            joining.join(Store(None), 1, None, backends)
+        assert bool(waits) is waited
+
+
+ONE_RECORDED = """
+import sys
+import torch, torch.distributed as dist
+from distdiag.recorder import joining
+joining.sleep = None  # a wait would raise
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank, world_size=2)
+dist.all_reduce(torch.ones(1))
+print("done", rank)
+"""
+
+
+@pytest.mark.job
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("recorded", [(1,), (0, 1)])
+def test_no_rank_waits_for_the_run_of_rank_0(tmp_path: Path, recorded: tuple[int, ...]) -> None:
+    (tmp_path / "script.py").write_text(ONE_RECORDED)
+    port = free_port()
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                start([sys.executable, "script.py", str(q), str(port)], cwd=tmp_path, env={"DISTDIAG": str(int(q in recorded))})
+            )
+            for q in (0, 1)
+        ]  # fmt: skip
+        for q, job in enumerate(jobs):
+            assert job.wait() == 0 and job.stdout() == f"done {q}\n", job.tail()
+        alone = len(recorded) == 1
+        assert ("rank 0 is not recorded" in jobs[1].stderr()) is alone, jobs[1].tail()
+        assert len([*tmp_path.glob("reports/2*")]) == 1 - alone
 
 
 def test_a_job_of_any_name_has_one_run(unjoined: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
