@@ -119,7 +119,7 @@ def _wrap_loader(accounting: StepAccounting) -> None:
             accounting.loaders.starts(args[0], iterator, sys._getframe(1))
 
     for module in (sampler_module, distributed_module):  # their name for Python's function
-        module.len = around(len, ends=accounting.loaders.asked)
+        module.len = around(len, ends=accounting.loaders.asked)  # type: ignore[attr-defined]
     base = loader_module._BaseDataLoaderIter
     DataLoader.__iter__ = around(DataLoader.__iter__, ends=starts)
     base.__next__ = loader_next(accounting, base.__next__)  # type: ignore[method-assign]
