@@ -1,7 +1,7 @@
 """Which job a rank belongs to if no launcher names it: the job whose process group it is in, by the group's own store.
 
-Rank 0 writes which run it records into, before it makes the group; the others read it once the group exists. An address or a parent process would not do:
-two jobs may use one port after each other, and two terminals have no parent in common.
+Rank 0 writes which run it records into, before it makes the group; the others read it once the group exists. An address or a parent
+process would not do: two jobs may use one port after each other, and two terminals have no parent in common.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -26,9 +26,10 @@ WORKERS = 16  # with more, nothing records which worker gave a sample
 class EpochSamples:
     """The lowest hashes of the samples of one epoch of one rank, how often each came, and from which workers (bits 16 to 31)."""
 
-    def __init__(self, workers: int = 0, content: int = 0) -> None:
+    def __init__(self, workers: int = 0, find: Callable[[], int] | None = None) -> None:
         self.times: dict[int, int] = {}
-        self.content = content  # of the data set, if indices are hashed
+        self.content = 0  # of the data set, if indices are hashed
+        self._find = find  # called when the first are drawn: the sampler has asked for the data set's length by then
         self._workers, self._batches = workers, 0
         self._limit, self._samples = 1 << 32, 0
 
@@ -60,6 +61,10 @@ class EpochSamples:
 
     @guarded
     def _draw(self, indices: list[Any]) -> None:
+        if self._find is not None:
+            self.content, self._find = self._find(), None
+        if not self.content:
+            return
         self._samples += len(indices) if all(type(i) is int for i in indices) else MOST + 1
         if self._samples <= MOST:
             self._keep(zlib.crc32(b"%d" % i, self.content) for i in indices)

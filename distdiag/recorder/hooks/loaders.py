@@ -121,8 +121,9 @@ class Loaders:
         slot.persistent_workers = int(bool(getattr(loader, "persistent_workers", False)))
         if loader.num_workers:
             self._iterators[slot.site] = ref(iterator)
-        own = type(iterator) in _TORCHS and slot.distributed_sampler != 1  # the latter's parts are known by its numbers
-        self._hash_samples(iterator, slot, dataset if own else None)
+        own = type(iterator) in _TORCHS and not isinstance(dataset, IterableDataset)
+        # a DistributedSampler's parts are known by its numbers
+        self._hash_samples(iterator, slot, dataset if own and slot.distributed_sampler != 1 else None)
 
     @guarded
     def asked(self, args: tuple[Any], length: int, error: BaseException | None) -> None:
@@ -132,10 +133,8 @@ class Loaders:
         """
         if error is not None:
             return
-        self._asked = (
-            id(args[0]),
-            length,
-        )  # with workers, a loader's first batches are asked for before it is known here
+        # with workers, a loader's first batches are asked for before it is known here
+        self._asked = id(args[0]), length
         for site, of in self._loaders.items():
             loader = of()
             if loader is not None and loader.dataset is args[0]:
@@ -165,9 +164,13 @@ class Loaders:
         Of a data set whose content is known, by the indices that its sampler draws from now on: workers have got a few before.
         """
         if slot.iterations <= EPOCHS and not slot.sampled_epoch and slot.length * max(slot.batch_size, 1) <= MOST:
-            with unseen():
-                hashed = EpochSamples(slot.workers, data_set_content(dataset, slot.dataset_length))
-            if hashed.content:
+
+            def content() -> int:
+                with unseen():
+                    return data_set_content(dataset, slot.dataset_length)
+
+            hashed = EpochSamples(slot.workers, content)
+            if dataset is not None and (slot.dataset_length < 0 or content()):
                 iterator._sampler_iter = map(hashed.drawn, iterator._sampler_iter)
             self._by_iterator[id(iterator)] = (*self._by_iterator[id(iterator)][:2], hashed)
 
