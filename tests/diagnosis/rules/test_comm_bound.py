@@ -270,7 +270,7 @@ def test_what_ranks_wait_for_one_another_in_turn_is_no_communication(together_ms
         assert isinstance(outcome, Abstained) and "all of them only" in outcome.reason
     else:
         assert isinstance(outcome, Finding) and outcome.message.startswith(
-            f"exposed communication: at least {share} % of step time on every rank; 19 % more for whichever rank is late"
+            f"communication that no computation hides (exposed): at least {share} % of step time on every rank; 19 % more for whichever rank is late"
         )
 
 
