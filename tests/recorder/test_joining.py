@@ -86,6 +86,7 @@ joining.sleep = None  # a wait would raise
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank, world_size=2)
 dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
 print("done", rank)
 """
 
