@@ -59,7 +59,7 @@ def test_tensor_parallel_collectives_have_lines_waits_and_times(tmp_path: Path) 
         wait_for(lambda: set(findings()) & set(stuck), 120, "a finding about the validation on rank 0", job)
         found = findings()
     slow = found["straggler"]
-    assert slow["culprits"] == [1] and slow["cost"].startswith("rank 0 waits")
+    assert slow["culprits"] == [1] and slow["cost"].startswith("rank 0 loses")
     lonely = next(found[kind] for kind in stuck if kind in found)
     assert lonely["culprits"] == [0] and "`if rank == 0`" in lonely["message"]
     assert (0, at["return model"]) in {(w["rank"], w["line"]) for w in lonely["where"]}

@@ -49,7 +49,10 @@ def test_dumps_of_a_run_hours_before_do_not_count(steps: int, before: int, tmp_p
     run(tmp_path, steps, 7_200.0, range(5, 10))
     report = diagnose_dumps(tmp_path)
     check(report, (0, 1, 2, 3, 4), (5, 6, 7, 8, 9))
-    assert f"end {119 if steps < before else 121} min before those of ranks 5–9 begin" in report.findings[0].message
+    assert (
+        f"end {'119 min' if steps < before else '2 hours'} before those of ranks 5–9 begin"
+        in report.findings[0].message
+    )
 
 
 def test_the_same_first_steps_of_two_runs_are_told_apart(tmp_path: Path) -> None:

@@ -61,6 +61,9 @@ class Loaders:
         self._last: LoaderSlot | None = None  # the loader whose batch came last
         self._trained = 0  # id of the iterator whose batch a backward pass last followed
         self._loaders: dict[int, ref[Any]] = {}  # by site, the last one
+        self._unmeasured: dict[
+            int, Any
+        ] = {}  # by site, those whose sampler has still to ask: only a `for` may hold one
         self._asked = 0, -1  # id of what torch's samplers last asked for its length, and that
 
     def _slot(self, site: int) -> LoaderSlot | None:
@@ -103,9 +106,13 @@ class Loaders:
         before = self._loaders.get(site)
         if before is None or before() is not loader:
             self._loaders[site] = ref(loader)
+            self._unmeasured.pop(site, None)
             asked, length = self._asked
             if asked != id(dataset):
-                length = -1 if isinstance(dataset, IterableDataset) or _asks(sampler, dataset) else _length(dataset)
+                asks = _asks(sampler, dataset)
+                length = -1 if isinstance(dataset, IterableDataset) or asks else _length(dataset)
+                if asks:
+                    self._unmeasured[site] = loader
             slot.dataset_length = length
         self._measure(loader, slot)
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
@@ -136,8 +143,9 @@ class Loaders:
         # with workers, a loader's first batches are asked for before it is known here
         self._asked = id(args[0]), length
         for site, of in self._loaders.items():
-            loader = of()
+            loader = self._unmeasured.get(site, of())
             if loader is not None and loader.dataset is args[0]:
+                self._unmeasured.pop(site, None)
                 self._slots[site].dataset_length = length
                 self._measure(loader, self._slots[site])
 
