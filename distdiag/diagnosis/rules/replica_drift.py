@@ -338,6 +338,9 @@ _WARNS = ("outside_ddp", "outside_fsdp", "untrained", "state", "not_written_back
 _BY_DESIGN = (*_WARNS, "some_reduced", "partly_averaged", "split_module")
 
 
+_DIFFERS = {"steps": "skipped_steps", "optimizer_steps": "optimizer_state", "learning_rate": "learning_rates"}
+
+
 def _finding(
     s: Snapshot,
     cause: str,
@@ -352,21 +355,15 @@ def _finding(
     models = [m for r in s.ranks.values() for m in r.models]
     averaged = cause == "different_init" or (averaged_by_ddp(s) == "each_step" and cause == "gradients_not_synced")
     lost = _hooks_lost(s, steps[0]) if averaged else None
-    counted = _apart_in(s, "optimizer_steps", steps) if averaged and not lost else {}
-    rates = _apart_in(s, "learning_rate", steps) if averaged and not lost and not counted else {}
-    odd, ranks = () if lost else minority(counted or rates or values), sorted(values)
-    apart, written = _apart(s, equal, steps[0], odd)
-    way = (
-        "hooks_lost"
-        if lost
-        else "optimizer_state"
-        if counted
-        else "learning_rates"
-        if rates
-        else "mild"
-        if mild
-        else ""
+    # (what differs, its value on each rank); after different numbers of steps, nothing else can be compared step by step
+    compared = () if lost or not averaged else ("optimizer_steps", "learning_rate")
+    found = ((kind_of, of) for kind_of in compared if (of := _apart_in(s, kind_of, steps)))
+    differs, each = (
+        ("steps", skipped) if (skipped := averaged and not lost and _skipped_steps(s)) else next(found, ("", {}))
     )
+    odd, ranks = () if lost else minority(each or values), sorted(values)
+    apart, written = _apart(s, equal, steps[0], odd)
+    way = "hooks_lost" if lost else _DIFFERS.get(differs, "mild" if mild else "")
     way = way or _way(s, cause, averaged, began_equal, local, written)
     by_hand = cause in _BY_HAND and not models
     unawaited = _not_waited_for(s) if way in ("unequal", "local") or by_hand else None
@@ -378,13 +375,15 @@ def _finding(
         steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart, site=unawaited,
         hooks=lost and ("its parameters" if lost.value == lost.key else f"{lost.value:.0f} of {lost.key} parameters that were checked"),
     )  # fmt: skip
-    if counted or rates:
-        what += f" ({each_text(counted or rates)})"
+    if each:
+        what += f" ({each_text(each)})"
     elif way == "gradients_not_synced":
         what += _not_through_ddp(s)
     certain = steps[-1] >= limits.certain_step and cause not in _BY_DESIGN
     # not DDP's, if it averages well
-    unseen = way in ("update", "written", "first_update", "hooks_lost", "optimizer_state") and not by_hand
+    unseen = (
+        way in ("update", "written", "first_update", "hooks_lost", "optimizer_state", "skipped_steps") and not by_hand
+    )
     return DRIFT(
         cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause == "buffers",
         severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in _WARNS else None,
@@ -392,6 +391,14 @@ def _finding(
         where=() if unseen else wheres(s, ranks, None, {q: averaging_site(s.ranks[q], by_hand) for q in ranks}),
         equal="" if equal is None else f" (equal at step {equal})", what=what, spread=spread(values), do=words.do, cost=words.cost,
     )  # fmt: skip
+
+
+def _skipped_steps(s: Snapshot) -> dict[int, float]:
+    """Return how many averaged backward passes of each rank no optimizer step followed, if that differs and most were followed; or nothing."""
+    passes = {q: sum(m.synced_backwards for m in r.models) for q, r in s.ranks.items()}
+    without = {q: float(passes[q] - r.step) for q, r in s.ranks.items()}  # both of one moment
+    most_stepped = all(0 <= 2 * n < passes[q] for q, n in without.items())
+    return without if most_stepped and max(without.values()) - min(without.values()) > 1 else {}
 
 
 def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool, written: bool) -> str:

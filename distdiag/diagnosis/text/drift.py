@@ -199,6 +199,11 @@ WAYS = {
         cost="each rank trains a different model; loops that start at a loaded epoch may end apart",
         cause="update",
     ),
+    "skipped_steps": Words(
+        "gradients are averaged, but the ranks left out different numbers of optimizer steps after backward",
+        "let all ranks decide together whether to step: all_reduce the flag, or decide by an averaged loss",
+        cause="update",
+    ),
     "learning_rates": Words(
         "gradients are averaged, but learning rates differ",
         "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, the same "

@@ -313,6 +313,30 @@ def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], 
     return only(of_kind(found_in(job(*ranks)), "replica_drift"))
 
 
+def test_steps_that_a_rank_alone_skips_are_the_reason_before_what_is_compared_step_by_step() -> None:
+    def samples(q: int) -> tuple[Sample, ...]:
+        of = (
+            (Sample("parameters", k, 1.0 + 0.1 * q * (k > 4), key=5), Sample("learning_rate", k, 0.1 + 0.001 * q))
+            for k in (0, 2, 4, 8, 16)
+        )
+        return tuple(x for pair in of for x in pair)
+
+    ranks = [
+        rank(
+            q,
+            step=20 - 2 * q,
+            models=(msgspec.structs.replace(MODEL, forwards=20, synced_backwards=20),),
+            samples=samples(q),
+        )
+        for q in range(2)
+    ]
+    f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
+    assert "optimizer steps after backward (0 on rank 0, 2 on rank 1)" in f.message and f.advice.startswith(
+        "let all ranks decide together"
+    )
+    assert "learning rates" not in f.message and f.culprits == ()
+
+
 def test_learning_rates_that_differ_are_the_reason() -> None:
     f = with_rates(lambda q, k: 1.0 + 0.1 * (q == 2 and k > 4), lambda q, k: 1e-4 if q == 2 and k > 4 else 1e-3)
     assert f.culprits == (2,) and "0.001 on ranks 0, 1, 0.0001 on rank 2" in f.message and "scheduler" in f.advice
