@@ -441,3 +441,19 @@ def test_megatron_reports_its_end(tmp_path: Path, end: str, well: bool) -> None:
         tmp_path, f" iteration 90/ 90 | lm loss: 1.5 |\n[exiting program {end}] datetime: 2031-03-20 18:12:03\n"
     )
     assert any("ended well" in note for note in report.notes) is well
+
+
+@pytest.mark.parametrize(
+    ("bar", "well"),
+    [
+        ("Training progress: 100%|##########| 12/12 [10:01<00:00, 50.1s/it]", True),
+        ("Training progress:  92%|#########2| 11/12 [09:11<00:50, 50.1s/it]", False),
+        ("Tokenizing: 100%|##########| 12/12 [10:01<00:00, 50.1s/it]", False),
+    ],
+)
+def test_errors_before_the_full_bar_of_a_training_did_not_end_it(tmp_path: Path, bar: str, well: bool) -> None:
+    failed = 'Traceback (most recent call last):\n  File "answer_7.py", line 3, in solve\nIndexError: list index out of range\n'
+    log = "".join(f"step:{n} - reward:0.{n}\n" for n in range(1, 12)) + failed + f"step:12 - reward:0.5\n{bar}\n"
+    report = diagnose(tmp_path, log)
+    assert any("ended well" in note for note in report.notes) is well
+    assert not (well and report.findings)
