@@ -200,8 +200,9 @@ WAYS = {
         cause="update",
     ),
     "skipped_steps": Words(
-        "gradients are averaged, but the ranks left out different numbers of optimizer steps after backward",
-        "let all ranks decide together whether to step: all_reduce the flag, or decide by an averaged loss",
+        "gradients are averaged, but different numbers of backward passes had no optimizer step of their own",
+        "look for where a rank alone skips a step, or makes a backward pass more; let all ranks decide together: all_reduce the flag, or decide "
+        "by an averaged loss",
         cause="update",
     ),
     "learning_rates": Words(
