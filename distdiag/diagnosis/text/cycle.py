@@ -153,7 +153,9 @@ def _missing_advice(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> st
     if outside and left_out is not None and not main.p2p:
         # ranks of no cycle are there, too: it is the other call that the culprits do not make
         return filled(_LEFT_OUT, culprits=culprits, op=compatible.op_name(left_out.op), site=left_out.site)
-    what = f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None else "the call"
+    if call is not None and not call.op:  # of a wrapper such as DDP's, which all ranks make
+        call = next(iter(main.calls.values()), None)
+    what = f"{compatible.op_name(call.op)}{at(call.site)}" if call is not None and call.op else "the call"
     text = "look for a condition on the rank around {what}: all ranks it concerns must enter it, or none"
     if main.p2p:
         text = "look for the {other} {ranks} that {culprits} {culprits:has|have} left out before {what}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from distdiag.diagnosis.culprit.conditions import past_the_call
 from distdiag.diagnosis.culprit.verdict import judge
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
+from distdiag.diagnosis.text import cycle
 from distdiag.diagnosis.waits import graph
 from tests.diagnosis.made import loader, proved
 from tests.diagnosis.test_rank_condition import FILE, places
@@ -447,3 +449,14 @@ def test_ranks_stuck_behind_a_cycle_are_its_victims() -> None:
     f = only(s)
     assert f.victims == (0, 1)
     assert [w.rank for w in f.waiting] == [2]
+
+
+def test_the_advice_names_the_call_of_the_others_where_the_own_one_has_no_operation() -> None:
+    own, theirs = (
+        Call(op=op, group="g", seq=1, site=Site("/job/train.py", line, "main"))
+        for op, line in (("", 83), ("all_reduce", 43))
+    )
+    wait: Any = SimpleNamespace(p2p=False, calls={0: theirs}, key=("g", 1, ""), ranks=(0,))
+    verdict: Any = SimpleNamespace(culprits=(3,), wait=wait, call=None, incident=SimpleNamespace(members={0, 3}))
+    advice = cycle._missing_advice(verdict, {3: (cast(Any, SimpleNamespace(ranks=(3,))), own)})
+    assert advice.startswith("look for a condition on the rank around all_reduce at train.py:43")
