@@ -86,9 +86,8 @@ class Diagnosis:
     rules: tuple[Rule, ...] = RULES
     _history: History = field(default_factory=History)
     _slow_at: float = -1.0
-    _lived: tuple[Snapshot, WaitGraph] | None = (
-        None  # the last poll in which all ranks lived, and none was asked to end
-    )
+    # the last poll in which all ranks lived, and none was asked to end
+    _lived: tuple[Snapshot, WaitGraph] | None = None
     _seconds: int = 1  # from the last evaluation of slow kinds to this one: polls may be further apart than a second
 
     def update(self, s: Snapshot, final: bool = False) -> list[Finding]:

@@ -95,14 +95,15 @@ class Announcer:
         text = diagnosis.state_text
         stopped = text.startswith(STOPPED_BY)
         lines = wrapped(f"the job was {text}" if stopped else f"{state}: {text}" if text else state, _WIDTH)
-        full: list[str] = []
+        full = slice(0, 0)  # the lines of an error in full
         if found:
             counts = {s: sum(f.severity == s for f in found) for s in (Severity.ERROR, Severity.WARNING)}
             lines.append(", ".join(counted(n, s) for s, n in counts.items() if n) + " found:")
             for i, f in enumerate(found[:8]):
                 if i == 0 and f.severity == Severity.ERROR:
-                    full = finding_lines(in_the_past(f), _WIDTH)
-                    lines += full
+                    begin = len(lines)
+                    lines += finding_lines(in_the_past(f), _WIDTH)
+                    full = slice(begin, len(lines))
                     continue
                 lines += wrapped(_short(f), _WIDTH, "  ")
             if len(found) > 8:
@@ -117,15 +118,16 @@ class Announcer:
         if cleared:
             lines.append("cleared before the end:")
             lines += [line for f in cleared[:8] for line in wrapped(f"{_short(f)} (cleared)", _WIDTH, "  ")]
+        shown = list(lines)
+        message, at_s = self._printed.get(found[0].key, ("", 0.0)) if full.stop else ("", 0.0)
+        if full.stop and message == found[0].message and time.monotonic() - at_s < JUST_S:
+            shown[full] = wrapped(_short(found[0]), _WIDTH, "  ")
         if node:
-            lines = [f"node {node}: {line}" for line in lines]
+            lines, shown = ([f"node {node}: {line}" for line in each] for each in (lines, shown))
             where = where.parent
-        lines += [f"verdict: distdiag diagnose {where}", f"report:  distdiag report {where}"]
-        text = shown = _marked(lines)
-        message, at_s = self._printed.get(found[0].key, ("", 0.0)) if full else ("", 0.0)
-        if full and message == found[0].message and time.monotonic() - at_s < JUST_S:
-            shown = text.replace(_marked(full), _marked(wrapped(_short(found[0]), _WIDTH, "  ")))
-        self._write("\n" + shown)
+        last = [f"verdict: distdiag diagnose {where}", f"report:  distdiag report {where}"]
+        text = _marked(lines + last)
+        self._write("\n" + _marked(shown + last))
         with contextlib.suppress(OSError):
             if not self.quiet:  # first: the launcher reads it once there is a verdict
                 files.write(self.run_dir, PRINTED_ON, stderr_id().encode())

@@ -363,10 +363,9 @@ def _unhandled() -> BaseException | None:
     first = getattr(error, "__traceback__", None)
     if first is None:
         return None
-    frame = (
-        first.tb_frame
-    )  # of the script, or of `python -m`; that of an error which IPython or pytest has shown is theirs
+    frame = first.tb_frame
     script = getattr(sys.modules.get("__main__"), "__dict__", None)
+    # of the script, or of `python -m`; that of an error which IPython or pytest has shown is theirs
     return error if frame.f_globals is script or frame.f_code.co_filename == "<frozen runpy>" else None
 
 

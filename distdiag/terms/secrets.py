@@ -46,9 +46,8 @@ def mask(arguments: Sequence[str]) -> list[str]:
             follows = False
             continue
         follows = secret and not equals and name.startswith("-")
-        inner = (
-            f"{name}={mask([value])[0]}" if "=" in value and name.startswith("-") else argument
-        )  # --opt=api_key=VALUE
+        # --opt=api_key=VALUE
+        inner = f"{name}={mask([value])[0]}" if "=" in value and name.startswith("-") else argument
         out.append(f"{name}={MASK}" if secret and equals and value else _without_secrets(inner))
     return out
 

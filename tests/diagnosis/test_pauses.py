@@ -70,7 +70,7 @@ def test_three_pauses_of_a_rank_that_may_save_are_half_of_the_time() -> None:
 
 def test_pauses_for_data_name_what_a_worker_does_and_advise_workers_only_where_there_are_none() -> None:
     shard = Site("/job/shards.py", 42, "records")
-    for workers, advice in ((2, "read or decompressed whole"), (0, "let workers prefetch it")):
+    for workers, advice in ((2, "read or decompress a whole shard"), (0, "let workers prefetch it")):
         seen = {"loaders": (loader(workers=workers),), "worker_sites": ((shard, 3),)}
 
         def loading(s: Snapshot, seen: dict[str, Any] = seen) -> Snapshot:

@@ -89,7 +89,7 @@ def test_a_schema_that_is_not_text_is_damage(tmp_path: Path) -> None:
     assert e.value.status is ReadStatus.CORRUPT
 
 
-def test_a_log_beside_a_database_without_one_creates_no_index(tmp_path: Path) -> None:
+def test_a_stray_wal_file_makes_a_reader_create_or_delete_nothing(tmp_path: Path) -> None:
     """SQLite opens any file of that name as a log, whatever the header of the database says."""
     run = run_with(tmp_path, "PRAGMA journal_mode = DELETE")
     (run / "run.db-wal").write_bytes(b"x")

@@ -38,8 +38,8 @@ class Limits:
     """Share of the samples of two ranks' epochs that both read, as often, from which on they read the same: dropped last batches
     differ. Of random draws with replacement, a fifth are drawn as often by both."""
     some_samples: float = 0.25
-    """Share of the samples of all ranks that several read, from which on their parts overlap, if no rank reads one twice: 8 of 32 are no
-    chance, and no padding of a sampler. Of parts that each rank takes of an order of its own it is between 0.33 and 0.42."""
+    """Parts of the data overlap if several ranks read at least this share of the samples, and no rank reads one twice. A sampler's padding
+    and chance give less. If each rank shuffles for itself before it takes its part, the share is between 0.33 and 0.42."""
     losses: int = 16
     """Different losses that must be equal on all ranks."""
 

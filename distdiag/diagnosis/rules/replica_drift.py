@@ -338,7 +338,16 @@ _WARNS = ("outside_ddp", "outside_fsdp", "untrained", "state", "not_written_back
 _BY_DESIGN = (*_WARNS, "some_reduced", "partly_averaged", "split_module")
 
 
-_DIFFERS = {"steps": "skipped_steps", "optimizer_steps": "optimizer_state", "learning_rate": "learning_rates"}
+def _what_differs(s: Snapshot, steps: list[int]) -> tuple[str, dict[int, float]]:
+    """Return (which of `WAYS`, each rank's value) if ranks skip different steps, or their optimizers differ; or nothing.
+
+    After different numbers of steps, nothing else can be compared step by step.
+    """
+    if skipped := _skipped_steps(s):
+        return "skipped_steps", skipped
+    ways = {"optimizer_steps": "optimizer_state", "learning_rate": "learning_rates"}
+    found = ((way, of) for kind_of, way in ways.items() if (of := _apart_in(s, kind_of, steps)))
+    return next(found, ("", {}))
 
 
 def _finding(
@@ -355,16 +364,10 @@ def _finding(
     models = [m for r in s.ranks.values() for m in r.models]
     averaged = cause == "different_init" or (averaged_by_ddp(s) == "each_step" and cause == "gradients_not_synced")
     lost = _hooks_lost(s, steps[0]) if averaged else None
-    # (what differs, its value on each rank); after different numbers of steps, nothing else can be compared step by step
-    compared = () if lost or not averaged else ("optimizer_steps", "learning_rate")
-    found = ((kind_of, of) for kind_of in compared if (of := _apart_in(s, kind_of, steps)))
-    differs, each = (
-        ("steps", skipped) if (skipped := averaged and not lost and _skipped_steps(s)) else next(found, ("", {}))
-    )
+    way, each = _what_differs(s, steps) if averaged and not lost else ("hooks_lost" if lost else "", {})
     odd, ranks = () if lost else minority(each or values), sorted(values)
     apart, written = _apart(s, equal, steps[0], odd)
-    way = "hooks_lost" if lost else _DIFFERS.get(differs, "mild" if mild else "")
-    way = way or _way(s, cause, averaged, began_equal, local, written)
+    way = way or ("mild" if mild else _way(s, cause, averaged, began_equal, local, written))
     by_hand = cause in _BY_HAND and not models
     unawaited = _not_waited_for(s) if way in ("unequal", "local") or by_hand else None
     way = "not_waited" if unawaited is not None else way

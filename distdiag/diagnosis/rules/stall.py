@@ -439,8 +439,8 @@ NOBODY_MOVES = _warning("unknown",
 NOT_JOINED = _warning("unknown",
     "{culprits} {culprits:was never seen and|were never seen, and at least one of them} has not joined in {collective}; {victims} "
     "{victims:has|have} waited {waited_s:time}{at_call}", "the job does not start",
-    "see whether the launcher started {culprits} (WORLD_SIZE, --nnodes, --nproc-per-node; each process with a RANK of its own), what "
-    "{culprits:its own log says|their own logs say}, and whether MASTER_ADDR and its port can be reached from there: `distdiag doctor --reach HOST:PORT`")  # fmt: skip
+    "check that the launcher started {culprits} (WORLD_SIZE, --nnodes, --nproc-per-node; each process needs its own RANK); read "
+    "{culprits:its log|their logs}; check from there that MASTER_ADDR and its port answer: `distdiag doctor --reach HOST:PORT`")  # fmt: skip
 KEY_LEFT_OUT = _warning("user_code",
     "{culprits} has not set the key '{key}' of a store, for which {waits} waits{at_wait}: the key that it set last is '{last}'{at_last}, and it "
     "waits for '{own}'{at_own}; no rank has moved for {still_s:time}", NO_PROGRESS,

@@ -137,11 +137,10 @@ WAYS = {
         cost=UNFROZEN.cost, cause="gradients_not_synced",
     ),
     "beside_fsdp": Words(
-        "an optimizer steps {name} that FSDP does not shard, beside those that it does, and what the script reduces in each step does not keep them "
-        "equal",
-        "clip by the norm of the whole model: all_reduce the squared norm of the shards, as a norm of a rank's own shards (`to_local()`) scales "
-        "each rank differently, or let `clip_grad_norm_` see the sharded gradients (DTensor); and see whether these gradients are among those that "
-        "are reduced, before anything changes them; if each rank is to have its own, ignore this",
+        "an optimizer steps {name} that FSDP does not shard, and the ranks' copies do not stay equal, although the script reduces gradients in each step",
+        "clip by the norm of the whole model: a norm of a rank's own shards (`to_local()`) scales each rank differently, so all_reduce the squared "
+        "norm, or give `clip_grad_norm_` the sharded gradients (DTensor); check that the script reduces these gradients, too, before anything "
+        "changes them; if each rank is to have its own, ignore this",
         cost=UNFROZEN.cost, cause="update",
     ),
     "untrained": Words(

@@ -118,9 +118,9 @@ _DO_SAME = {
 }
 DO_PAUSES = {
     "data": "look at what that rank loads in those steps: a new shard or file, a cache that is filled; let workers prefetch it (num_workers)",
-    "workers": "look at what its loader's worker does in those steps, which prefetching does not cover: a new shard or file that is read or decompressed "
-    "whole, a cache that is filled; read it piece by piece, make shards smaller, or give each of more workers shards of its own, so that one opens a "
-    "shard while another gives batches",
+    "workers": "look at what its loader's worker does in those steps: it may read or decompress a whole shard, or fill a cache, for longer than the "
+    "prefetched batches last; read piece by piece, make shards smaller, or use more workers with their own shards, so that one opens a shard while "
+    "another gives batches",
     "other": "do it less often, share it among the ranks in the same step, or copy the state and write or upload the copy in a "
     "thread or another process while training goes on",
 }

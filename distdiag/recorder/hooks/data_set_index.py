@@ -51,9 +51,9 @@ def data_set_index(data: Any, length: int) -> int:
 
 
 def data_set_content(data: Any, length: int) -> int:
-    """Return a hash of some samples that a data set has in memory, as numbers or as paths, and of its own numbers and words; 0: unknown.
+    """Return a hash of what a data set holds in memory: some samples, numbers or paths, and its attributes that are a number or a word.
 
-    Two with the same one make the same sample of an index, but for what they draw at random.
+    0 if it holds none. Two data sets with one hash make the same sample of an index, but for what they draw at random.
     """
     if data is None or length <= 0:
         return 0
@@ -75,9 +75,8 @@ def data_set_content(data: Any, length: int) -> int:
             rows = _rows(column, chosen, length if exact else None)
             found += rows
             if 2 * len({*rows}) > len(rows):  # else labels
-                known |= type(rows[0]) is str or (
-                    type(rows[0]) is tuple and [*map(type, rows[0])] != [int]
-                )  # that: an order
+                # one integer a sample may be the order of the samples
+                known |= type(rows[0]) is str or (type(rows[0]) is tuple and [*map(type, rows[0])] != [int])
     return zlib.crc32(repr(found).encode()) or 1 if known else 0
 
 

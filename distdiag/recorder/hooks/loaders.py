@@ -61,9 +61,8 @@ class Loaders:
         self._last: LoaderSlot | None = None  # the loader whose batch came last
         self._trained = 0  # id of the iterator whose batch a backward pass last followed
         self._loaders: dict[int, ref[Any]] = {}  # by site, the last one
-        self._unmeasured: dict[
-            int, Any
-        ] = {}  # by site, those whose sampler has still to ask: only a `for` may hold one
+        # by site, those whose sampler has still to ask for a length; a loader may live no longer than `for x in DataLoader(…)` needs it
+        self._unmeasured: dict[int, Any] = {}
         self._asked = 0, -1  # id of what torch's samplers last asked for its length, and that
 
     def _slot(self, site: int) -> LoaderSlot | None:

@@ -246,7 +246,7 @@ def plan(r: random.Random, kind: str, ranks: int) -> list[list[int]]:
     if kind == "parts that overlap":
         size = n // ranks
         return [[data[i % n] for i in range(q * size // 2, q * size // 2 + size)] for q in range(ranks)]
-    if kind == "parts of its own order each":
+    if kind == "each rank shuffles for itself":
         return [r.sample(data, n)[q::ranks] for q in range(ranks)]
     if kind == "drawn with replacement":
         size = n if r.random() < 0.5 else n // ranks
@@ -264,7 +264,7 @@ def plan(r: random.Random, kind: str, ranks: int) -> list[list[int]]:
         ("all, each in its order", "warning"),
         ("parts for half of the ranks", "warning"),
         ("parts that overlap", "info"),
-        ("parts of its own order each", "info"),
+        ("each rank shuffles for itself", "info"),
         ("drawn with replacement", ""),
         ("parts of data with repeats", ""),
         ("parts", ""),

@@ -432,12 +432,12 @@ def test_parameters_that_fsdp_ignores_and_nothing_averages_are_reported() -> Non
     assert "ReduceOp.AVG" in str(f.advice)
 
 
-def test_parameters_beside_fsdps_that_differ_although_all_gradients_are_reduced_are_reported() -> None:
+def test_parameters_that_fsdp_leaves_out_drift_although_all_gradients_are_reduced() -> None:
     """Each rank clips by the norm of its own shards, for example."""
     f = only(beside_fsdp(lambda q, k: 2.0 + 0.01 * k * (q + 1), op="all_reduce"))
     assert (f.cause, f.severity, f.certainty, f.step) == ("update", "warning", "suspected", 2)
-    assert "what the script reduces in each step does not keep them equal" in f.message
-    assert "the squared norm of the shards" in str(f.advice)
+    assert "the ranks' copies do not stay equal, although the script reduces gradients in each step" in f.message
+    assert "all_reduce the squared norm" in str(f.advice)
 
 
 @pytest.mark.parametrize(
