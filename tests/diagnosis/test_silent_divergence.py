@@ -122,6 +122,11 @@ def test_ranks_that_called_a_group_of_others_are_the_culprits_of_the_cycle() -> 
 
 
 HALO = dedent("""\
+    def smooth(x):
+        if x.abs().max() < 1e-6:
+            return torch.zeros(len(x), 4)
+        return net(x)
+
     class Gather(torch.autograd.Function):
         @staticmethod
         def backward(ctx, grad):
@@ -142,16 +147,24 @@ HALO = dedent("""\
 
 def test_a_condition_that_the_others_have_not_reached_does_not_count() -> None:
     """Rank 2 has left `loss.backward()` without the call in it; `p.grad is not None` leads to its own place only."""
-    inside, after, before = site(4, "backward"), site(9, "average"), site(13)
-    used = {4: 25, 9: 25, 13: 26}
+    inside, after, before = site(9, "backward"), site(14, "average"), site(18)
+    used = {9: 25, 14: 25, 18: 26}
     shared = call("all_gather", 6, before, completed_s=3.0)
     others = [
-        rank(r, shared, call("all_gather", 7, inside), stack=(inside, site(14)), sites=used | {4: 26}) for r in (0, 1)
+        rank(r, shared, call("all_gather", 7, inside), stack=(inside, site(19)), sites=used | {9: 26}) for r in (0, 1)
     ]
-    culprit = rank(2, shared, call("all_reduce", 7, after), stack=(after, site(15)), sites=used | {9: 26})
+    culprit = rank(2, shared, call("all_reduce", 7, after), stack=(after, site(20)), sites=used | {14: 26})
     found = only(snapshot(*others, culprit), source={FILE: HALO}.get)
     assert found.culprits == (2,)
     assert "p.grad is not None" not in found.message
+    head = "rank 2 left `loss.backward()` at train.py:19 in main without all_gather (train.py:9) in it"
+    assert (
+        found.message.startswith(head) and "runs only where the input of its forward needs a gradient" in found.message
+    )
+    test = "`if x.abs().max() < 1e-6`"
+    assert f"decides whether a new tensor, without a graph, is returned: {test}" in found.message
+    assert "keep rank 2's result in the graph: look for a tensor that the model makes anew" in str(found.advice)
+    assert f"as under {test} at train.py:2" in str(found.advice)
 
 
 RELAY = dedent("""\

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from distdiag.diagnosis.culprit import callers, divergence, paths
+from distdiag.diagnosis.culprit import backward, callers, divergence, paths
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.paths import Condition, Way
 from distdiag.diagnosis.model import syntax
@@ -37,7 +37,7 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     if ranks:
         if (parted := _earlier(case, ranks)) is not None:
             return _at_departure(case, ranks, *parted)
-        return _testimony(case, _between(case, ranks), ranks)
+        return _testimony(case, _between(case, ranks), ranks) or _left_backward(case, ranks)
     if not (found := tied(case)):
         return None
     first, second = (case.wait.calls[side[0]].site for side in case.sides[:2])
@@ -256,6 +256,13 @@ def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bo
 
     keys = list(filter(above, theirs))
     return bool(keys) and all(mine.get(key, 0) >= theirs[key] for key in keys)
+
+
+def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    other = next((rank for rank in sorted(case.wait.calls) if rank in case.states and rank not in ranks), None)
+    if other is None or ranks[0] not in case.states or not _ahead(case, ranks[0], other):
+        return None
+    return backward.left(ranks, _stack(case, ranks[0]), _stack(case, other), case.wait.calls[other], case.source)
 
 
 def _frames(case: Case, rank: int) -> tuple[Site, ...]:
