@@ -288,7 +288,50 @@ def test_a_thread_in_a_collective_counts_while_the_main_thread_waits() -> None:
     main = at(frame("join", "/opt/lib/python3.12/threading.py"), frame("<module>", "/home/me/train.py", 9))
     other = Stack((frame("all_reduce", C10D), USER), (), True, "Thread-1")
     assert Process(1, (main, other)).judged is other
-    assert Process(1, (main, Stack((USER,), (), True, "Thread-2"))).judged is main
+    beat = Stack((USER,), (), True, "Thread-2")
+    assert Process(1, (main, other, beat)).judged is other
+    waits = at(frame("wait", "threading.py"), frame("get", "queue.py"), frame("fit", "/home/me/train.py", 9))
+    assert Process(1, (waits, other)).judged is other
+    assert Process(1, (waits, beat)).judged is waits, "which may be a heartbeat"
+
+
+def test_a_thread_of_a_pool_that_works_is_judged_and_one_that_idles_is_not() -> None:
+    pool = frame("_worker", "concurrent/futures/thread.py"), frame("_bootstrap", "threading.py")
+    idle = Stack(pool, (), True, "ThreadPoolExecutor-0_0")
+    queued = Stack(
+        (frame("wait", "threading.py"), frame("get", "queue.py"), USER, *pool), (), True, "ThreadPoolExecutor-0_1"
+    )
+    works = Stack((frame("load", "/home/me/io.py", 7), *pool), (), True, "ThreadPoolExecutor-0_2")
+    bar = Stack((frame("run", "tqdm/_monitor.py"), *pool), (), True, "Thread-1")
+    main = at(frame("wait", "threading.py"), frame("result", "concurrent/futures/_base.py"), USER)
+    assert Process(1, (bar, idle, queued, works, main)).judged is works
+    assert Process(1, (bar, idle, queued, main)).judged is main
+    assert Process(1, (idle, works, at(USER))).judged.name == "MainThread"
+
+
+def test_the_main_thread_is_the_last_of_faulthandler_and_may_run_a_module_or_import_one(tmp_path: Path) -> None:
+    """A thread of C++, as autograd's, has no `_bootstrap` either, and a pool begins while the main thread imports."""
+    library = "/opt/lib/python3.12"
+    text = f"""Thread 0x0a (most recent call first):
+  File "{library}/concurrent/futures/thread.py", line 81 in _worker
+  File "{library}/threading.py", line 1030 in _bootstrap
+
+Thread 0x0b (most recent call first):
+  File "{LIBRARY}/utils/checkpoint.py", line 9 in unpack_hook
+
+Current thread 0x0c (most recent call first):
+  File "{LIBRARY}/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/home/me/data.py", line 7 in <module>
+  File "<frozen importlib._bootstrap>", line 1176 in _find_and_load
+  File "/home/me/train.py", line 1 in <module>
+"""
+    by_module = (
+        text
+        + '  File "<frozen runpy>", line 88 in _run_code\n  File "<frozen runpy>", line 198 in _run_module_as_main\n'
+    )
+    for one in (text, by_module):
+        found = from_text(one * 3)
+        assert [p.judged.frames[0].name for p in found] == ["barrier"] * 3
 
 
 def test_groups_are_named_by_the_users_variable_and_messages_by_their_peer() -> None:

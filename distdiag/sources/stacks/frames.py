@@ -10,9 +10,19 @@ from pathlib import PurePosixPath
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Site
+from distdiag.terms.activity import by_frame
 from distdiag.terms.frames import PACKAGE, USER, in_recorder, in_torch, owner
 
 _CONSOLE_SCRIPT = re.compile(r"(?:^|/)bin/[\w.-]+$")  # torchrun itself: no rank's code
+# py-spy leaves out the folder of installed packages: `tqdm/_monitor.py`
+_SHORT_PACKAGE = re.compile(
+    r"^(?:accelerate|composer|datasets|deepspeed|diffusers|fairscale|ignite|keras|lightning|lightning_fabric|mlflow|numpy|pandas|peft|"
+    r"pytorch_lightning|ray|sentry_sdk|tensorboardX?|timm|torchdata|torchvision|tqdm|transformers|trl|wandb)/"
+)
+# in which a thread waits for one that it started
+_FOR_A_THREAD = re.compile(
+    r"^(?:threading\.(?:join|_wait_for_tstate_lock)|_base\.(?:result|wait|as_completed)|thread\.shutdown|pool\.\w+)$"
+)
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -54,9 +64,14 @@ class Frame(msgspec.Struct, frozen=True):
         return in_recorder(self.file)
 
     @property
+    def packages(self) -> bool:
+        """True if the file is an installed package's."""
+        return owner(self.file) == PACKAGE or _SHORT_PACKAGE.match(self.file) is not None
+
+    @property
     def users(self) -> bool:
         """True if the file is neither Python's nor torch's nor an installed package's."""
-        return owner(self.file) == USER and not _CONSOLE_SCRIPT.search(self.file)
+        return owner(self.file) == USER and not self.packages and not _CONSOLE_SCRIPT.search(self.file)
 
 
 class Stack(msgspec.Struct, frozen=True):
@@ -80,6 +95,11 @@ class Stack(msgspec.Struct, frozen=True):
             return self.name == "MainThread"
         return bool(self.frames) and self.frames[-1].name not in ("_bootstrap", "_bootstrap_inner")
 
+    @property
+    def waits(self) -> bool:
+        """True if it waits for another thread or for I/O, by its innermost frames, as those of an idle pool do."""
+        return any(by_frame(f.raw_name) in ("lock", "queue", "socket") for f in self.frames[:1])
+
     def users(self) -> Iterator[Frame]:
         """Yield the user's frames, innermost first; those of packages only if there are no others.
 
@@ -87,7 +107,7 @@ class Stack(msgspec.Struct, frozen=True):
         """
         own = list(itertools.takewhile(lambda f: f.raw_name != "process._bootstrap", self.frames))
         found = [f for f in own if f.users]
-        yield from found or [f for f in own if owner(f.file) == PACKAGE]
+        yield from found or [f for f in own if f.packages]
 
 
 class Process(msgspec.Struct, frozen=True):
@@ -102,15 +122,19 @@ class Process(msgspec.Struct, frozen=True):
     def judged(self) -> Stack:
         """The thread that the verdict is about: the main one, unless it only waits while another is in a collective.
 
-        In a worker of Ray Train the main thread has no line of the user's: it runs tasks, and the training is in another thread.
+        One that waits for a thread it started is judged by that thread, if no other runs code of the user's. So is a worker of Ray
+        Train: its main thread has no line of the user's.
         """
-        main = next((t for t in self.threads if t.main), self.threads[0])
+        main = next((t for t in reversed(self.threads) if t.main), self.threads[0])  # faulthandler lists it last
+        if not main.frames or _in_collective(main):
+            return main
         rest = [t for t in self.threads if t is not main]
-        others = [t for t in rest if _in_collective(t)]
-        waits = bool(main.frames) and main.frames[0].raw_name.startswith("threading.")
-        if main.frames and not any(f.users for f in main.frames):
-            waits, others = True, others or [t for t in rest if any(f.users for f in t.frames)]
-        return others[0] if len(others) == 1 and waits and not _in_collective(main) else main
+        inner = list(itertools.takewhile(lambda f: not f.users, main.frames))
+        hidden = len(inner) == len(main.frames)
+        others = [t for t in rest if _in_collective(t)] if hidden or main.waits else []
+        if hidden or any(_FOR_A_THREAD.match(f.raw_name) for f in inner):
+            others = others or [t for t in rest if any(f.users for f in t.frames) and not t.waits]
+        return others[0] if len(others) == 1 else main
 
     @property
     def data_worker(self) -> bool:

@@ -26,6 +26,7 @@ _THREAD = bounded(
 )
 _FRAME = bounded(r'^ {2,3}File "(.{1,4096})", line (\d+)(,?) in (.{1,4096})$')  # with a comma: of gdb
 
+_OUTERMOST = ("<module>", "_run_module_as_main")  # frame of a main thread
 _SOURCE_OF_C = re.compile(r"\.(?:c|cc|cpp|cu|h|hpp|rs|pyx|so(?:\.[\d.]+)?)$")
 
 _Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
@@ -110,7 +111,7 @@ def from_text(text: str) -> list[Process]:
 
 
 def _processes(lines: list[str], rank: int | None, local: int | None) -> Iterator[Process]:
-    """Yield the processes; without a line that names the next, the first thread of a dump follows a frame `<module>`."""
+    """Yield the processes; without a line that names the next, the first thread of a dump follows the last of a main thread's frames."""
     found: list[tuple[int, int | None, list[_Open]]] = [(0, local, [_Open()])]
     for line in lines:
         _, local, threads = found[-1]
@@ -120,7 +121,7 @@ def _processes(lines: list[str], rank: int | None, local: int | None) -> Iterato
             threads.append(_Open(m[2] or "", m[1] == "idle"))
         elif m := _THREAD.match(line):
             # faulthandler and gdb list the main thread last
-            if (last := threads[-1].frames) and last[-1].function == "<module>":
+            if (last := threads[-1].frames) and last[-1].function in _OUTERMOST:
                 found.append((0, local, threads := [_Open()]))
             if last or not m["py_bt"]:  # else its native frames are above
                 threads.append(_Open())
