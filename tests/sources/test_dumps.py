@@ -497,3 +497,62 @@ def test_a_faulty_rank_without_dump_is_still_named(case: str, gone: int, tmp_pat
     report = diagnose_dumps(folder)
     assert {r for f in errors(report) for r in f.culprits} == {9, 14}
     assert any(f"rank {gone} left no dump" in f.message for f in errors(report))
+
+
+# -- groups whose members are not recorded ------------------------------------------------------------------------------
+
+
+def without_members(folder: Path, job: Job) -> Report:
+    """Return the verdict on dumps without `pg_config`: of older versions, or of gloo."""
+    folder.mkdir()
+    for r in range(job.world):
+        (folder / f"_dump_{r}").write_bytes(pickle.dumps({**job.dump(r), "pg_config": {}}))
+    return diagnose_dumps(folder)
+
+
+def test_totals_of_an_all_to_all_prove_nothing_if_a_member_may_be_missing(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.groups["5"] = ("experts", (0, 1, 2))
+    job.collective("all_to_all", group="5", ranks=(0, 1), done=())
+    for r in (0, 1):
+        job.ranks[r].entries[-1]["output_sizes"] = [[1000 + r]]
+    assert not any(f.certainty == "proved" for f in without_members(tmp_path / "without", job).findings)
+    job.issue(2, "all_to_all", "5", False)
+    job.ranks[2].entries[-1]["output_sizes"] = [[2000]]
+    assert summary(only(diagnose(tmp_path, job))) == ("mismatch", "shape", ())
+
+
+def test_the_ends_of_a_message_are_not_guessed(tmp_path: Path) -> None:
+    """Of ranks 1, 2, 3 of a pipeline only the last two have used its group: rank 2 is number 1 in it, and no message to itself."""
+    job = trained(Job(4))
+    job.groups["5"] = ("pipe", (1, 2, 3))
+    for _ in range(3):
+        job.message(2, 3, "5")
+    job.message(2, 3, "5", received=False)
+    assert all("rank 3" not in f.message for f in without_members(tmp_path / "without", job).findings)
+
+
+def test_that_no_rank_is_missing_is_not_claimed_of_a_group_without_members(tmp_path: Path) -> None:
+    job = trained(Job(4, backend="gloo"))
+    job.collective(ranks=(0, 1, 2))
+    write(tmp_path, job)
+    (tmp_path / "_dump_3").unlink()
+    at = job.now_ns + 601 * 10**9
+    for path in tmp_path.iterdir():
+        os.utime(path, ns=(at, at))
+    f = only(diagnose_dumps(tmp_path))
+    assert "no rank missing" not in f.message and "a member that never came" in f.message
+    assert "world size" in f.advice and "NCCL" not in f.advice
+
+
+def test_a_rank_that_entered_a_call_is_not_said_to_lack_it(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 2))
+    job.collective(ranks=(0, 1))
+    report = diagnose(tmp_path, job)
+    f = only(report)
+    assert (
+        "rank 3 has not entered all_reduce #21 (default_pg, 4.0 KiB), nor rank 2 what the others issued after it"
+        in f.message
+    )
+    assert any("second set of dumps" in note for note in report.notes), "the files' times are those of copies"

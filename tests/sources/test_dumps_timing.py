@@ -142,7 +142,11 @@ def test_a_culprit_whose_dump_is_much_older_may_have_ended(older_s: int, ended: 
         os.utime(p, ns=(at, at))
     f = only(diagnose_dumps(tmp_path))
     assert f.culprits == (2,) and ("its dump is 9 min 50 s older than the others'" in f.message) is ended
-    assert f.advice.startswith("see whether the process of rank 2 ended" if ended else "take the stacks of rank 2")
+    assert f.advice.startswith(
+        "see whether the process of rank 2 ended"
+        if ended
+        else "see what rank 2 does after the last call at train.py:88"
+    )
 
 
 def test_a_short_ring_of_a_running_job_is_no_hang(tmp_path: Path) -> None:

@@ -108,13 +108,22 @@ class Findings:
             template, culprits = UNMADE, self.loaded.without_group[unmade]
             facts |= {"made_by": blame.culprits, "group": group_label(self.snapshot, unmade)}
         elif blame.circle and not culprits:
-            template, cause = CYCLE, "p2p_cycle" if blame.circle[0].p2p else "group_cycle"
+            messages = blame.circle[0].p2p
+            template, cause = CYCLE, "p2p_cycle" if messages else "group_cycle"
+            facts["advice"] = MESSAGES_ADVICE if messages else ORDER_ADVICE
             calls = [f"rank {r:,} in {self.text(w, r)}" for w in blame.circle for r in w.ranks]
             facts["calls"] = ", ".join(calls[:4]) + (", …" if len(calls) > 4 else "")
         elif blame.crossed:
             template = CROSSED
             calls = [f"{rank_list(ranks)} issued {self.text(w)}" for w, ranks in blame.crossed]
             facts["calls"] = " first, and ".join(calls)
+            lines = {
+                site.key: site
+                for w, ranks in blame.crossed
+                for r in ranks
+                if r in w.calls and (site := w.calls[r].site)
+            }
+            facts["sites"] = ":" * bool(lines) + " and".join(map(at, lines.values()))
         elif (passed := self._passed()) is not None:
             template = PASSED
             facts |= {
@@ -158,8 +167,9 @@ class Findings:
         culprits, main = self.blame.culprits, self.blame.main
         if main is None:
             return list(culprits), [], ""
-        members = self.snapshot.groups[main.group].ranks
-        theirs = "what other groups wait in"
+        members = {*main.missing, *self.blame.behind}.intersection(self.snapshot.groups[main.group].ranks)
+        later = members != set(culprits) <= set(self.snapshot.groups[main.group].ranks)
+        theirs = "what the others issued after it" if later else "what other groups wait in"
         if main.p2p:  # a message has one other end
             members, theirs = main.key[4:5] if main.key[4] in culprits else culprits, "the other end of another message"
         return [q for q in culprits if q in members], [q for q in culprits if q not in members], theirs
@@ -186,21 +196,27 @@ class Findings:
             advice = DEVICE_ADVICE
         else:
             advice = HOST_ADVICE if blame.idle and not blame.device else EITHER_ADVICE
-        waited, older_s = self._waited(), self._older_s()
+        waited, older_s = self.waited(), self._older_s()
         if waited and blame.idle == culprits and older_s > APART_S:
             whose_dump = "its dump is" if len(culprits) == 1 else "their dumps are"
             parts += ((culprits, f"{whose_dump} {duration(older_s)} older than the others'"),)
             advice = ENDED_ADVICE
+        first = next(iter(self.where(culprits)), None)
+        last = first is not None and first.state == "last_call"
         whose = {ranks: "" if len(ranks) == len(culprits) else f" ({rank_list(ranks)})" for ranks, _ in parts}
         return {
             "lack": filled(lack, culprits=culprits, here=here, elsewhere=elsewhere, what=what, theirs=theirs),
             "waiters": filled(waiters, victims=blame.victims),
             "waited": waited,
             "condition": "".join("; " + filled(text, whose=whose[ranks]) for ranks, text in parts if ranks),
-            "advice": filled(advice, who=culprits),
+            "advice": filled(
+                advice,
+                who=culprits,
+                after=filled(" after the last call{site}" * last + "{site}" * (not last), site=first),
+            ),
         }
 
-    def _waited(self) -> str:
+    def waited(self) -> str:
         """Return how long ranks had waited at most when their files were written; empty if that is later, as of copies."""
         since, limit_s, main = self.blame.oldest, self.loaded.timeout_s, self.blame.main
         waits: list[float] = []
@@ -289,6 +305,10 @@ class Findings:
         """Return the finding on operations that all ranks have issued and none has completed."""
         given_up = [w for w in self.blame.in_flight if self._timed_out(w)]
         wait = (given_up or self.blame.in_flight)[0]
+        gloo, assumed = self.snapshot.groups[wait.group].backend == "gloo", wait.group in self.loaded.assumed
+        network = GLOO_ADVICE if gloo else NCCL_ADVICE
+        if wait.seq == 1 and not wait.p2p:
+            network = FIRST_ADVICE + network
         ranks = sorted({r for w in self.blame.in_flight for r in w.ranks})
         others = sorted(set(self.blame.victims).difference(ranks))
         stuck = bool(given_up) or (bool(others) and not running and not wait.p2p)
@@ -297,6 +317,8 @@ class Findings:
             culprits=ranks if others and not wait.p2p else (), victims=others or ranks, collective=self.ref(wait),
             where=self.where(ranks) if others else (), waiting=self.where(others or ranks) if stuck else (),
             what=self.text(wait), ranks=ranks, how="timed out" if given_up else "has not completed",
+            lacking="on all ranks that show this group" if assumed else "with no rank missing",
+            other="a member that never came, " if assumed else "", network=(MEMBERS_ADVICE if assumed else "") + network,
             wait=filled("; {others} {others:waits|wait} for {ranks:it|them}" * bool(others), others=others, ranks=ranks),
         )  # fmt: skip
 
@@ -321,6 +343,9 @@ def _any_call(w: Wait) -> Call | None:
     return next((w.calls[r] for r in w.ranks if r in w.calls), None)
 
 
+_AGAIN = (
+    "take a second set of dumps some seconds later, or run `distdiag attach --here` on each host: if nothing has moved"
+)
 _missing_rank = partial(Template, kinds.DEADLOCK, "missing_rank")
 _group_cycle = partial(Template, kinds.DEADLOCK, "group_cycle")
 _stall = partial(Template, kinds.STALL, "unknown")
@@ -339,7 +364,8 @@ WORKING_LATE = Template(kinds.TIMEOUT, "late_rank", _WORKING, "the job ends with
     _WORKING_ADVICE + "; if it may take so long, give init_process_group or new_group a longer timeout")  # fmt: skip
 EXTRA = _missing_rank(
     "{culprits} {culprits:is|are} in {what}, which none of the other {victims:#} ranks has entered; they have nothing in "
-    "flight", NO_PROGRESS, "look for a collective that only {culprits} {culprits:calls|call}")  # fmt: skip
+    "flight", NO_PROGRESS, "take the call{site} out of what only {culprits} {culprits:reaches|reach} (`if rank == 0`, an `except`, "
+    "a retry, an extra batch), or let all ranks make it")  # fmt: skip
 UNMADE = _missing_rank(
     "{culprits} never created group {group}, which {made_by} {made_by:has|have} created and not used yet; "
     "{made_by:it has|they have} not entered {what}, where the others wait", NO_PROGRESS, NEW_GROUP_ADVICE)  # fmt: skip
@@ -352,34 +378,41 @@ PASSED = _missing_rank(
     "must make it equally often")  # fmt: skip
 CYCLE = _group_cycle(
     "ranks wait for each other in a cycle: {calls}; on each rank, the op that another waits for is queued behind its own",
-    NO_PROGRESS, "let every second rank receive before it sends, or use batch_isend_irecv")  # fmt: skip
+    NO_PROGRESS, "{advice}")  # fmt: skip
 CROSSED = _group_cycle("{calls} first: each waits for ranks that run it second", NO_PROGRESS,
-    "use the groups in the same order on all ranks that share them")  # fmt: skip
+    "use the groups in the same order on all ranks that share them, or wait for the first call before the second{sites}")  # fmt: skip
 STALL = _stall("{lack}; {waiters} for {culprits:it|them}{waited}{condition}", NO_PROGRESS, "{advice}")
 STUCK = _stall(
-    "{what} {how} with no rank missing: {ranks:the device of|a link or a device between} {ranks} stopped{wait}",
+    "{what} {how} {lacking}: {other}{ranks:the device of|a link or a device between} {ranks} stopped{wait}",
     NO_PROGRESS,
-    "check the network and the GPUs of these ranks: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`, "
-    "`distdiag probe pairs`")  # fmt: skip
-IN_FLIGHT = _stall("{what} was in flight with no rank missing: a running job, or a link or device that stopped",
-    "none known",
-    "take a second set of dumps: if the numbers have not moved, check the network between these ranks",
-    severity=Severity.INFO)  # fmt: skip
+    "{network}",
+)
+IN_FLIGHT = _stall("{what} was in flight {lacking}: a running job, or {other}a link or device that stopped", "none known",
+    _AGAIN + ", {network}", severity=Severity.INFO)  # fmt: skip
 # instead of the sentences of a stall or deadlock, if the job was running
 RUNNING: dict[str, Any] = {
     "message": "{on_way} when the dumps were taken: a running job",
     "cost": "none known: the job was running when the dumps were taken",
-    "advice": "take a second set of dumps: if the numbers have not moved, it hangs",
+    "advice": _AGAIN + ", it hangs",
     "severity": Severity.INFO,
 }
-DEVICE_ADVICE = "look at the GPUs of {who}: `dmesg -T | grep -i xid`, ECC counters; then at their processes' stacks"
-HOST_ADVICE = (
-    "take the stacks of {who} (`py-spy dump --native --pid …`): Python code, a lock, the data loader, or the GIL"
+MESSAGES_ADVICE = "let every second rank receive before it sends, or use batch_isend_irecv"
+ORDER_ADVICE = "issue the calls of these groups in one order on all ranks, or wait for one before the next is issued"
+MEMBERS_ADVICE = "compare these ranks with the list that the script gives to new_group, or with the world size: look first at a rank that is missing here; else "
+FIRST_ADVICE = "it is the group's first call, so see whether these ranks reach each other at all (interface, firewall, MTU, container): "
+NCCL_ADVICE = (
+    "check the network and the GPUs of these ranks: NCCL_DEBUG=INFO (NCCL_SOCKET_IFNAME chooses the interface), "
+    "`dmesg -T | grep -i xid`, `distdiag probe pairs`"
 )
+GLOO_ADVICE = "check the network between the hosts of these ranks: `distdiag probe pairs`; GLOO_SOCKET_IFNAME chooses the interface"
+DEVICE_ADVICE = "look at the GPUs of {who}: `dmesg -T | grep -i xid`, ECC counters; then at their processes' stacks"
+_STACKS = (
+    "`py-spy dump --native --pid …` while {who:it hangs|they hang}; if the job is over, start the next run with `distdiag run`, which "
+    "keeps the stacks"
+)
+HOST_ADVICE = "see what {who} {who:does|do}{after} (Python code, a lock, the data loader, the GIL): " + _STACKS
 ENDED_ADVICE = (
     "see whether the {who:process|processes} of {who} ended by then: log, exit code, a loop with fewer batches or an early return; "
     "if alive, take the stacks (`py-spy dump --native --pid …`)"
 )
-EITHER_ADVICE = (
-    "look at {who} first: its stack (`py-spy dump --native --pid …`), its GPU (`dmesg -T | grep -i xid`), its host"
-)
+EITHER_ADVICE = "look at {who} first{after}: the GPU (`dmesg -T | grep -i xid`), the host, the stack: " + _STACKS

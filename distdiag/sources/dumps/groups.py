@@ -49,7 +49,10 @@ class Groups:
                     fitting = [k for k in known if rank in k]
                     ranks = fitting[0] if fitting else self._assumed(name, desc, by_rank)
                 key = plain if len(known) < 2 or ranks not in known else f"{plain}@{sorted(known).index(ranks)}"
+                if not known:
+                    self.report.assumed.add(key)
                 for scan in self.scans[rank]:
+                    scan.assumed = self.report.assumed
                     if scan.backend == backend:
                         scan.keys[name] = key
                 if key not in self.groups:

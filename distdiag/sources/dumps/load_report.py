@@ -23,6 +23,7 @@ class LoadReport:
     stale: tuple[int, ...] = ()  # ranks whose dump is older than the others': they continued after it
     times: dict[int, Times] = field(default_factory=dict)
     timeout_s: float | None = None  # of the collectives; None if groups differ
+    assumed: set[str] = field(default_factory=set)  # groups whose members are not recorded: more ranks may be in a call
     # by group: members that never created it, as their own list of groups lacks it
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
     other_runs: dict[int, str] = field(default_factory=dict)  # ranks whose only dump is of another run: how that shows

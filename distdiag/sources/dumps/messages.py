@@ -10,7 +10,6 @@ from distdiag.diagnosis.model.snapshot import Call
 from distdiag.diagnosis.waits.messages import OPPOSITE
 from distdiag.sources.dumps.entries import Entry
 from distdiag.sources.dumps.scan import Scan
-from distdiag.terms.untrusted import is_rank
 
 # by (rank, peer, direction): (number, True if it is not known to wait, entry, its file)
 Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Entry, Scan]]]
@@ -32,7 +31,7 @@ def match(
     sent: dict[str, Pairs] = {}
     for rank, mine in messages.items():
         for key, e, source in mine:
-            parsed = _ends(e.profiling_name, members[key])
+            parsed = _ends(e.profiling_name, members[key], rank)
             if parsed is not None:
                 direction, peer = parsed
                 e = source.batched(e)
@@ -98,14 +97,16 @@ def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
 _ENDS = re.compile(r"(send|recv) ([0-9]{1,9})(->|<-)([0-9]{1,9})(?![0-9])")
 
 
-def _ends(name: str, members: tuple[int, ...]) -> tuple[str, int] | None:
-    """Return direction and the peer's global rank from `nccl:send 0->1` or `nccl:recv 0<-1` (ranks in the group)."""
+def _ends(name: str, members: tuple[int, ...], rank: int) -> tuple[str, int] | None:
+    """Return direction and the peer's global rank from `nccl:send 0->1` or `nccl:recv 0<-1` (ranks in the group).
+
+    None if there is no such peer, or the rank itself has another number in these members: they were not recorded.
+    """
     m = _ENDS.search(name)
-    if m is None:
+    own, peer = (int(m[2]), int(m[4])) if m is not None else (0, len(members))
+    if m is None or own == peer or max(own, peer) >= len(members) or members[own] != rank:
         return None
-    peer = int(m[4])
-    peer = members[peer] if peer < len(members) else peer
-    return (m[1], peer) if is_rank(peer) else None
+    return m[1], members[peer]
 
 
 def _equal_numbers(by_pair: Pairs, size: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -40,6 +40,7 @@ class Scan:
     pair_completed: dict[str, int] = field(default_factory=dict)
     timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): an entry without one has not begun
     keys: dict[str, str] = field(default_factory=dict)  # by name of the group: its key in the snapshot; see `groups`
+    assumed: Collection[str] = ()  # keys of groups whose members are not recorded
     helpers: frozenset[Site] = frozenset()  # the user's lines that make calls for several others, on any rank
 
     def collectives(self, since: Mapping[str, int]) -> Iterator[tuple[str, int, Entry]]:
@@ -62,6 +63,7 @@ class Scan:
         """Return an entry as a call; times in seconds since `t0_ns`."""
         shape, dtype, size, received = e.tensor()
         op, t = compatible.op_name(e.profiling_name), e.created_ns
+        uneven = op in ("all_to_all", "all_to_all_single") and self.keys[e.group] not in self.assumed
         completed_ns = time_ns(e.time_discovered_completed_ns) or t or t0_ns
         return Call(
             op=op,
@@ -70,7 +72,7 @@ class Scan:
             dtype=dtype,
             shape=shape,
             bytes=size,
-            received=received if op in ("all_to_all", "all_to_all_single") else None,
+            received=received if uneven else None,
             site=user_site(e.frames, self.helpers),
             entered_s=(t - t0_ns) / 1e9 if t is not None else None,
             completed_s=(completed_ns - t0_ns) / 1e9 if e.completed else None,

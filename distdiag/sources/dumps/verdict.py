@@ -108,6 +108,13 @@ def _judge(
     found += absent.unreadable(findings, given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
         found.append(findings.in_flight(running))
+    notes = list(_notes(loaded, bool(graph.waits)))
+    if (
+        not running
+        and any(f.kind == kinds.STALL.name and f.severity == Severity.ERROR for f in found)
+        and not findings.waited()
+    ):
+        notes.append(_UNTIMED)
     if not any(f.kind == kinds.MISMATCH.name for f in found):
         found += mismatch.completed(snapshot)
     return Report(
@@ -116,7 +123,7 @@ def _judge(
         world_size=snapshot.world_size,
         ranks_seen=len(loaded.files),
         findings=tuple(found),
-        notes=tuple(_notes(loaded, bool(graph.waits))),
+        notes=tuple(notes),
     )
 
 
@@ -158,6 +165,10 @@ def _state(found: list[Finding]) -> State:
 
 _STALE = "the {stale:dump|dumps} of {stale} {stale:is|are} older than the rest: operations missing there may have been issued later"
 _NOTHING_OPEN = "every recorded operation has completed: if the job hangs, it hangs outside of communication; take the stacks (`py-spy dump`)"
+_UNTIMED = (
+    "the files do not show how long the ranks had waited (copies have later times): if the job ran on, it was only on its way; a second "
+    "set of dumps shows that"
+)
 
 
 def _notes(loaded: LoadReport, in_flight: bool) -> list[str]:
