@@ -1,4 +1,4 @@
-"""The verdict on a profile: the rank that the others wait for, and why, or data or communication that every rank waits for; and what to do."""
+"""The verdict on a profile: the rank that the others wait for, and why, or what every rank waits for; and what to do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
+from distdiag.terms.operations import family
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import percent, size_text
 from distdiag.terms.untrusted import visible
@@ -50,16 +51,33 @@ _MORE_KERNELS = (
 )
 _MORE_WORK = "compare the batches of rank {late} with the others', and the CPU cores that it has{where}"
 _IDLE = "see what rank {late}{where} does between its operators: Python, files, a lock (`with_stack=True` in the profiler, or py-spy)"
-_UNKNOWN = "compare the trace of rank {late} with another one in ui.perfetto.dev"
+_UNKNOWN = "profile again with record_shapes=True and with_stack=True, and compare the trace of rank {late} with another one in ui.perfetto.dev"
 _COMM = (
     "let computation hide it: average gradients during the backward (DDP, or async_op=True and a later wait()), accumulate several "
-    "batches in no_sync(), or send less (bf16_compress_hook); `distdiag probe` measures what the network can do"
+    "batches in no_sync(), or send less (bf16_compress_hook)"
 )
+_SHARDED = (
+    "FSDP: prefetch the next layer (set_modules_to_forward_prefetch, or forward_prefetch=True), keep parameters after the forward where "
+    "memory allows (reshard_after_forward=False), or shard inside of a node only; tensor parallel: keep its group inside of a node"
+)
+_EXPERTS = "let other work hide it (async_op=True, shared experts), keep the ranks that exchange most inside of a node, or send bf16"
+_STAGES = "split a step into more micro-batches, or use an interleaved schedule: stages that wait for their neighbours are its bubble"
+# by `probe` of the operation that takes most time
+_COMM_OF = {"allgather": _SHARDED, "reducescatter": _SHARDED, "alltoall": _EXPERTS, "sendrecv": _STAGES}
+_MEASURE = "; `distdiag probe` measures what the network can do"
 _SMALL = (
     "put the tensors of a step into one and reduce that in one call: small calls cost their latency, not their bytes; "
     "`distdiag probe` measures it"
 )
 _SYNCS = "keep rank {late}{where} from waiting for its device so often: no `.item()`, `.cpu()` or printed tensor for each parameter or batch"
+_ALL_SYNCS = (
+    "keep the ranks from waiting for their device so often: no `.item()`, `.cpu()` or printed tensor in each step; add up losses on the "
+    "device, and read them every some steps"
+)
+_LAUNCHES = (
+    "the host launches work more slowly than the device does it: torch.compile or CUDA graphs, a larger batch, fused=True in the "
+    "optimizer, or less Python in the step (`with_stack=True` shows it)"
+)
 _OPTIMIZER = "; an optimizer reads each parameter's `step`: keep those on the CPU (load the checkpoint with map_location='cpu'), or set fused=True"
 
 
@@ -67,15 +85,15 @@ def verdict_of(
     ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], collectives: Mapping[Key, Mapping[int, Comm]], recorded: Mapping[int, Recorded],
     windows: Mapping[int, Window], steps: int, world: int,
 ) -> tuple[str | None, str | None]:  # fmt: skip
-    """Return the rank that the others wait for, and why, else what every rank waits for, data or communication; and what to do about it."""
+    """Return the rank that the others wait for, and why, else what every rank waits for; and what to do about it."""
     partial, absent = world > len(ranks), sorted(set(range(world)) - set(recorded))
-    found = _late_rank(collectives, recorded, steps)
-    late, led = found or (-1, 0)
+    last = _late_rank(collectives, recorded, steps)
+    late, led = last or (-1, 0)
     most, step = _wait_for(late, collectives, windows, steps), max((r.step_ms for r in ranks), default=0.0)
     exposed_ms = {r.rank: r.exposed_ms for r in ranks}
     # a rank that waited as long for messages comes last because of these, as the first stage of a pipeline does
     gained = max(exposed_ms.values(), default=0.0) - exposed_ms.get(late, 0.0)
-    if min(most, gained) >= LATE_WAIT * step > 0 and found is not None:
+    if min(most, gained) >= LATE_WAIT * step > 0 and last is not None:
         often = "" if led == steps else f" in {led} of {steps} steps"
         among = f"of the {len(ranks)} ranks with a trace, of {world:,}, " if partial else ""
         waited = f"others wait up to {ms_text(most)} ms of a step of {ms_text(step)} ms for it"
@@ -86,8 +104,10 @@ def verdict_of(
         _input(ranks, recorded, windows, partial),
         _exposed(ranks, by_kind, _no_transfer(collectives, steps, step) if partial else None),
     )
-    _share, text, advice = max((x for x in shared if x), default=(0.0, None, None), key=lambda x: x[0])
-    return text, advice.format(absent=fold_ranks(absent)) if advice else None
+    found = max((x for x in shared if x), default=None, key=lambda x: x[0]) or _idle_devices(
+        ranks, recorded, windows, steps
+    )
+    return (found[1], found[2].format(absent=fold_ranks(absent))) if found else (None, None)
 
 
 def _input(
@@ -108,6 +128,26 @@ def _input(
     own_loads = any(r.trace.own_loads for r in recorded.values())
     text = f"every rank{of} waits for data: at least {percent(share)} of a step, {ms_text(least.data_ms)} of {ms_text(least.step_ms)} ms"
     return share, text, _INPUT.format(workers=_OWN_LOADS if own_loads else _WORKERS)
+
+
+def _idle_devices(
+    ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int
+) -> tuple[float, str, str] | None:
+    """Return the share of a step in which every rank's device does nothing; and what to do. None for a trace of hosts or of one step."""
+    least = min((r for r in ranks if r.step_ms > 0), key=lambda r: r.idle_ms / r.step_ms, default=None)
+    on_device = all(analyse.kernels_of(r.trace, windows[q], steps)[0] for q, r in recorded.items())
+    if least is None or steps < 2 or not on_device or (share := least.idle_ms / least.step_ms) < SHARED:
+        return None
+    syncs = min(_syncs(r, windows[q], steps) for q, r in recorded.items())
+    often = syncs >= SEVERAL
+    text = f"every rank's device is idle for at least {percent(share)} of a step, {ms_text(least.idle_ms)} of {ms_text(least.step_ms)} ms"
+    text += f"; its host waits for it {syncs:g} times per step" if often else ""
+    return share, text, _ALL_SYNCS if often else _LAUNCHES
+
+
+def _syncs(r: Recorded, window: Window, steps: int) -> float:
+    """Return how often per step a host waited for its device."""
+    return sum(window[0] <= at < window[1] for at in r.trace.syncs) / steps
 
 
 def _exposed(
@@ -132,7 +172,10 @@ def _exposed(
         return share, text + partial, _TRACE_TOO
     small = [c for c in by_kind if c.per_step >= SEVERAL and (c.bytes_per_step or math.inf) / c.per_step < SMALL_BYTES]
     if 2 * sum(c.transfer_ms for c in small) < sum(c.transfer_ms for c in by_kind):
-        return share, text, _COMM
+        op = max(by_kind, key=lambda c: c.transfer_ms).op if by_kind else ""
+        known = family(op.rstrip("_"))
+        kind = "sendrecv" if is_message(op) else known.probe if known is not None else ""
+        return share, text, _COMM_OF.get(kind, _COMM) + _MEASURE
     calls, n_bytes = sum(c.per_step for c in small), sum(c.bytes_per_step or 0.0 for c in small)
     text += f", most of it in {calls:g} collectives a step of {size_text(n_bytes / calls)} on average"
     return share, text, _SMALL
@@ -247,7 +290,7 @@ def _idle(
             spans[x.name].append((x.start, x.end))
         for name, of_name in spans.items():
             parts[name][q] = analyse.alone(of_name, r.trace, windows[q])
-        syncs[q] = sum(windows[q][0] <= at < windows[q][1] for at in r.trace.syncs) / steps
+        syncs[q] = _syncs(r, windows[q], steps)
         items[q] = sum(o.calls for o in analyse.operators_of(r.trace, windows[q], steps) if o.name == "aten::item")
     longer = []
     for name, of_rank in parts.items():
