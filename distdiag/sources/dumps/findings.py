@@ -79,8 +79,9 @@ class Findings:
 
     def still_working(self, working: Working) -> Finding:
         """Return the finding on ranks that had not entered what others wait in, and still made other calls."""
-        culprits, main, limit_s = self.blame.culprits, self.blame.main, self.loaded.timeout_s
+        culprits, main = self.blame.culprits, self.blame.main
         given_up = main is not None and self._timed_out(main)
+        limit_s = self.loaded.timeouts_s.get(main.group) if main is not None and given_up else None
         often = (
             ""
             if working.per_s is None
@@ -91,7 +92,7 @@ class Findings:
             culprits=culprits, victims=sorted(set(self.blame.victims)), collective=self.ref(main),
             where=self.where(culprits), waiting=self.where(self.blame.victims), evidence=self.evidence(culprits),
             what=self._awaited(), last=self.call_text(working.call), ago=working.ago_s, often=f" ({often})" * bool(often),
-            waited=working.waited_s, limit=f", and the timeout is {limit_s:.0f} s" if given_up and limit_s else "",
+            waited=working.waited_s, limit=f", and the timeout is {limit_s:.0f} s" if limit_s else "",
             calls=f"the {'call' if working.site else 'work'}{at(apart)}",
         )  # fmt: skip
 
@@ -218,7 +219,8 @@ class Findings:
 
     def waited(self) -> str:
         """Return how long ranks had waited at most when their files were written; empty if that is later, as of copies."""
-        since, limit_s, main = self.blame.oldest, self.loaded.timeout_s, self.blame.main
+        since, main = self.blame.oldest, self.blame.main
+        limit_s = self.loaded.timeouts_s.get(main.group) if main is not None else None
         waits: list[float] = []
         for r in self.blame.victims:
             times, call = self.loaded.times.get(r), since.get(r)
@@ -324,7 +326,7 @@ class Findings:
 
     def _timed_out(self, w: Wait) -> bool:
         """True if the watchdog timed it out, or the dump or its file was written after the group's timeout."""
-        limit_s = self.loaded.timeout_s
+        limit_s = self.loaded.timeouts_s.get(w.group)
         for r, call in w.calls.items():
             if call.timed_out:
                 return True

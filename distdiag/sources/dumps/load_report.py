@@ -22,7 +22,7 @@ class LoadReport:
     not_visible: tuple[str, ...] = ()  # notes on what the recorder of this backend does not show
     stale: tuple[int, ...] = ()  # ranks whose dump is older than the others': they continued after it
     times: dict[int, Times] = field(default_factory=dict)
-    timeout_s: float | None = None  # of the collectives; None if groups differ
+    timeouts_s: dict[str, float] = field(default_factory=dict)  # by group, as far as recorded
     assumed: set[str] = field(default_factory=set)  # groups whose members are not recorded: more ranks may be in a call
     # by group: members that never created it, as their own list of groups lacks it
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -54,7 +54,7 @@ def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
     """True if no rank had waited for long, or for much longer than the ranks waited for have paused before."""
     longest = _longest_wait_s(loaded, blame)
     usual = max((loaded.times.get(r, Times()).usual_gap_s for r in blame.waited_for_since_s), default=0.0)
-    young_s = YOUNG_S if loaded.timeout_s is None else min(YOUNG_S, loaded.timeout_s / 4)
+    young_s = min([YOUNG_S, *(limit_s / 4 for limit_s in loaded.timeouts_s.values())])
     return longest is not None and longest < max(young_s, USUAL_FACTOR * usual)
 
 

@@ -22,7 +22,7 @@ from distdiag.sources.dumps.groups import Groups, group_of
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.messages import match
 from distdiag.sources.dumps.scan import Scan
-from distdiag.sources.dumps.times import GAP_ENTRIES, GAPS_SEEN, timeout_s, times_of
+from distdiag.sources.dumps.times import GAP_ENTRIES, GAPS_SEEN, times_of
 from distdiag.terms.operations import synchronizes
 from distdiag.terms.untrusted import short_text
 
@@ -43,7 +43,13 @@ class SnapshotBuilder(Groups):
         }
         self.positions = self._positions()  # rank -> group -> (newest issued, newest completed)
         self.t0_ns, report.times = times_of(chosen)
-        report.timeout_s = timeout_s(chosen)
+        report.timeouts_s = {  # by the newest entries
+            scan.keys[e.group]: limit / 1e3
+            for scans in self.scans.values()
+            for scan in scans
+            for e in scan.file.entries
+            if (limit := time_ns(e.timeout_ms)) is not None
+        }
         report.batched = frozenset(
             scan.keys[name] for scans in self.scans.values() for scan in scans for name, _ in scan.batches
         )
@@ -94,18 +100,8 @@ class SnapshotBuilder(Groups):
             t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps",
             completed_conflicts=self._completed_conflicts(),
         )  # fmt: skip
-        self.report.late = late_ranks.find(found, self._timeouts_s())
+        self.report.late = late_ranks.find(found, self.report.timeouts_s)
         return _with_open_conflicts(found, uncounted)
-
-    def _timeouts_s(self) -> dict[str, float]:
-        """Return the timeout of each group, by its newest entries."""
-        return {
-            scan.keys[e.group]: limit / 1e3
-            for scans in self.scans.values()
-            for scan in scans
-            for e in scan.file.entries
-            if not e.is_p2p and (limit := time_ns(e.timeout_ms)) is not None
-        }
 
     def _positions(self) -> dict[int, dict[str, tuple[int, int]]]:
         """Return each rank's newest issued and newest completed collective of each group: by its entries, else by its counters."""

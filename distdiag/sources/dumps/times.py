@@ -51,13 +51,6 @@ def times_of(chosen: dict[int, list[DumpFile]]) -> tuple[int, dict[int, Times]]:
     return t0_ns, out
 
 
-def timeout_s(chosen: dict[int, list[DumpFile]]) -> float | None:
-    """Return the timeout of the newest collectives; None if it differs between ranks, or was not recorded."""
-    limits = {limit_ns(f.entries[-1]) for files in chosen.values() for f in files if f.entries}
-    limit = limits.pop() if len(limits) == 1 else None
-    return None if limit is None else limit / 1e9
-
-
 def limit_ns(e: Entry) -> int | None:
     """Return the timeout of an operation; None if it was not recorded."""
     limit_ms = time_ns(e.timeout_ms)
