@@ -13,7 +13,8 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from distdiag.terms.operations import synchronizes
 from distdiag.traces.intervals import Coverage, Spans, length, union, without
@@ -53,6 +54,25 @@ class Message:
     number: int  # among those with these ends
     entered_ns: int  # wall clock
     bytes: int | None
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What one rank recorded.
+
+    Attributes:
+        boundaries: (step, wall clock in ns at its end), ascending.
+        lines: (file, line, function, samples) of the training thread.
+        measured: Further fields of `RankTimes`.
+    """
+
+    trace: Trace
+    boundaries: Sequence[tuple[int, int]]
+    entries: Sequence[Entry] = ()
+    lines: Sequence[tuple[str, int, str, int]] = ()
+    samples: int = 0
+    measured: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
 
 
 def number_messages(trace: Trace, messages: Sequence[Message]) -> None:

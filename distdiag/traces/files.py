@@ -12,11 +12,11 @@ import msgspec
 from distdiag import guard
 from distdiag.terms.untrusted import is_rank
 from distdiag.traces import analyse
+from distdiag.traces.analyse import Recorded
 from distdiag.traces.merge import MERGED
 from distdiag.traces.model import Missing, Profile
 from distdiag.traces.profile import profile_of
 from distdiag.traces.read import BadTrace, Trace, read
-from distdiag.traces.recorded import Recorded
 
 MAX_FILES = 4_096
 HEAD_BYTES = 64 << 10

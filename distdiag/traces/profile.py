@@ -8,12 +8,11 @@ import msgspec
 
 from distdiag.terms.steps import BY_NAME
 from distdiag.traces import analyse
-from distdiag.traces.analyse import Key, Spans, Window
+from distdiag.traces.analyse import Key, Recorded, Spans, Window
 from distdiag.traces.critical_path import critical_path
 from distdiag.traces.intervals import union
 from distdiag.traces.model import Comparison, Difference, Missing, Profile, RankTimes, parts_of
 from distdiag.traces.read import Comm
-from distdiag.traces.recorded import Recorded
 from distdiag.traces.text import place, ranks_text
 from distdiag.traces.verdict import LATE_WAIT, verdict_of
 

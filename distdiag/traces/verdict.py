@@ -14,11 +14,10 @@ from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import percent, size_text
 from distdiag.terms.untrusted import visible
 from distdiag.traces import analyse
-from distdiag.traces.analyse import Key, Window
+from distdiag.traces.analyse import Key, Recorded, Window
 from distdiag.traces.intervals import Coverage, Spans, length, union
 from distdiag.traces.model import CollectiveTimes, RankTimes
 from distdiag.traces.read import Comm, is_message
-from distdiag.traces.recorded import Recorded
 from distdiag.traces.text import NAME, ms_text
 
 LATE_SHARE, LATE_WAIT = 0.6, 0.05  # of all skew, of a step: from here on one rank is named
