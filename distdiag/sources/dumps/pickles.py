@@ -22,7 +22,7 @@ class _NoClasses(pickle.Unpickler):
         raise BadDump("the pickle refers to outside objects")
 
 
-def load_pickle(data: bytes) -> Any:
+def load_pickle(data: bytes | bytearray) -> Any:
     """Return the plain data in a pickle.
 
     Raises:
