@@ -101,7 +101,7 @@ def verdict_of(
         return f"{among}rank {late} comes last to the collectives{often}: {waited}{why}", advice
     shared = (
         _input(ranks, recorded, windows, partial),
-        _exposed(ranks, by_kind, _no_transfer(collectives, steps, step) if partial else None),
+        _exposed(ranks, by_kind, partial),
     )
     found = max((x for x in shared if x), default=None, key=lambda x: x[0]) or _idle_devices(
         ranks, recorded, windows, steps
@@ -150,25 +150,21 @@ def _syncs(r: Recorded, window: Window, steps: int) -> float:
 
 
 def _exposed(
-    ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], partial: str | None
+    ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], partial: bool
 ) -> tuple[float, str, str] | None:
-    """Return the share of a step that communication takes on every rank, and computation does not hide; and what to do.
-
-    Args:
-        partial: Of ranks without a trace: what shows that it is a wait for them. None: all ranks have one.
-    """
+    """Return the share of a step that communication takes on every rank, and computation does not hide; and what to do."""
     known = (r for r in ranks if r.step_ms > 0 and r.wait_ms is not None)
     exposed = [(r.exposed_ms - min(r.wait_ms or 0.0, r.exposed_ms), r.step_ms) for r in known]
     if not 2 <= len(exposed) == len(ranks) or (share := min(ms / step_ms for ms, step_ms in exposed)) < SHARED:
         return None
     least, step = min(exposed, key=lambda x: x[0] / x[1])
-    others = "" if partial is None else ", or waiting for the ranks without a trace,"
+    others = ", or waiting for the ranks without a trace," if partial else ""
     text = (
         f"communication{others} that no computation hides takes at least {percent(share)} of a step on every rank: "
         f"{ms_text(least)} of {ms_text(step)} ms"
     )
-    if partial is not None:
-        return share, text + partial, _TRACE_TOO
+    if partial:
+        return share, text, _TRACE_TOO
     small = [c for c in by_kind if c.per_step >= SEVERAL and (c.bytes_per_step or math.inf) / c.per_step < SMALL_BYTES]
     if 2 * sum(c.transfer_ms for c in small) < sum(c.transfer_ms for c in by_kind):
         op = max(by_kind, key=lambda c: c.transfer_ms).op if by_kind else ""
@@ -178,32 +174,6 @@ def _exposed(
     calls, n_bytes = sum(c.per_step for c in small), sum(c.bytes_per_step or 0.0 for c in small)
     text += f", most of it in {calls:g} collectives a step of {size_text(n_bytes / calls)} on average"
     return share, text, _SMALL
-
-
-def _no_transfer(collectives: Mapping[Key, Mapping[int, Comm]], steps: int, step_ms: float) -> str:
-    """Return how much of the collectives cannot be transfer, as larger ones of their group take less; empty if it is little."""
-    kinds: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
-    for (group, _, op), of_rank in collectives.items():
-        size = max((c.bytes or 0 for c in of_rank.values()), default=0)
-        came, end = of_rank[analyse.last_rank(of_rank)].start, max(c.end for c in of_rank.values())
-        if size and not is_message(op):
-            kinds[op, group].append((size, max(0.0, end - came) / 1e3))
-    worst = ("", 0, 0.0, 0.0)  # operation, size, its ms, those of larger ones
-    more_ms = 0.0
-    for (op, _), calls in kinds.items():
-        for size in {size for size, _ in calls}:
-            own = statistics.median(ms for n, ms in calls if n == size)
-            larger = [ms for n, ms in calls if n > size]
-            if larger and (usual := statistics.median(larger)) < own:
-                more_ms += (own - usual) * sum(n == size for n, _ in calls)
-                worst = max(worst, (op, size, own, usual), key=lambda x: x[2] - x[3])
-    if more_ms < LATE_WAIT * step_ms * steps:
-        return ""
-    op, size, own, usual = worst
-    return (
-        f"; about {ms_text(more_ms / steps)} ms of it is no transfer: {op} of {size_text(size)} takes {ms_text(own)} ms, and larger ones "
-        f"{ms_text(usual)} ms, so most likely these ranks wait for one without a trace"
-    )
 
 
 def _wait_for(

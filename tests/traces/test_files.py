@@ -383,26 +383,6 @@ def test_waits_for_ranks_without_a_trace_are_not_called_transfers(tmp_path: Path
     assert "ranks 2-6: no profile" in shown
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_collective_that_takes_longer_than_a_larger_one_waits_for_a_rank_without_a_trace(
-    waits: bool, tmp_path: Path
-) -> None:
-    """Each step has a small and a large one; the small one takes 300 µs where it waits, else a part of the large one's 100 µs."""
-    for rank in (1, 4):
-        path = write_rank(tmp_path, rank)
-        whole = json.loads(gzip.decompress(path.read_bytes()))
-        whole["distributedInfo"]["world_size"] = 5
-        for e in [e for e in whole["traceEvents"] if e["name"].startswith("nccl")]:
-            small = 300.0 if waits else 50.0
-            e["ts"], e["dur"], e["args"]["Seq"] = e["ts"], small, 2 * e["args"]["Seq"]
-            seq = {"Seq": e["args"]["Seq"] + 1, "In msg nelems": 9000}
-            later = e | {"ts": e["ts"] + small, "dur": 100.0 if waits else 500.0, "args": e["args"] | seq}
-            whole["traceEvents"].append(later)
-        path.write_bytes(gzip.compress(json.dumps(whole).encode()))
-    verdict = diagnose("traces", find([str(tmp_path)])).verdict
-    assert verdict is not None and ("about 0.20 ms of it is no transfer" in verdict) is waits
-
-
 def test_what_the_training_process_loads_itself_is_no_computation(tmp_path: Path) -> None:
     """Only the host was traced; the operators of the loader run in the training thread, and two collectives wait at the same time."""
     for rank in range(2):

@@ -21,11 +21,7 @@ COMPARED = 4  # ranks of the newer set that each older dump is compared with
 Chosen = dict[int, list[DumpFile]]
 _OTHER_WORLD = "the dumps of {others} are of another run: their default group has {theirs}, that of {rest} has {ours}; they are not used"
 _EARLIER = (
-    "the dumps of {others} are of an earlier run: they end {gap:time} before those of {rest} begin, and no difference of "
-    "clocks explains it; they are not used"
-)
-_APART = (
-    "the dumps of {others} end {gap:time} before those of {rest} begin, and have none of their calls: an earlier run or an "
+    "the dumps of {others} end {gap:time} before those of {rest} begin, and their calls do not fit together: an earlier run or an "
     "earlier dump, unless a clock is wrong; they are not used"
 )
 
@@ -51,11 +47,10 @@ def without_other_runs(chosen: Chosen) -> tuple[Chosen, dict[int, str]]:
     for cut in range(len(order) - 1, 0, -1):
         newer, older = order[cut:], order[:cut]
         begin, end = min(spans[q][0] for q in newer), spans[older[-1]][1]
-        if end < begin and (proved := _not_of(kept, older, newer)):
-            others = [q for q in older if q in proved]
+        if end < begin and (others := _not_of(kept, older, newer)):
             rest = sorted(set(kept) - set(others))
             gap_s = (begin - max(spans[q][1] for q in others)) / 1e9
-            text = filled(_EARLIER if any(proved.values()) else _APART, others=others, rest=rest, gap=gap_s)
+            text = filled(_EARLIER, others=others, rest=rest, gap=gap_s)
             return {q: kept[q] for q in rest}, {**why, **dict.fromkeys(others, text)}
     return kept, why
 
@@ -84,32 +79,23 @@ def _span(files: Collection[DumpFile]) -> tuple[int, int] | None:
     return (min(times), max(times)) if times else None
 
 
-def _not_of(chosen: Chosen, older: Collection[int], newer: Collection[int]) -> dict[int, bool]:
-    """Return the older ranks whose dumps do not fit the newer ones: True if no offset of clocks makes them fit."""
-    known = {q: (_calls(chosen[q]), _taken_ns(chosen[q])) for q in [*older, *sorted(newer)[:COMPARED]]}
-    out: dict[int, bool] = {}
-    for a in older:
-        for b in sorted(newer)[:COMPARED]:
-            low, high, shared, ahead = _offsets(known[a], known[b])
-            if low is not None and high is not None and low > high + SLACK_NS:
-                out[a] = True
-            elif ahead and not shared:
-                out.setdefault(a, False)
-    return out
+def _not_of(chosen: Chosen, older: Collection[int], newer: Collection[int]) -> list[int]:
+    """Return the older ranks whose dumps do not fit the newer ones."""
+    compared = sorted(newer)[:COMPARED]
+    known = {q: (_calls(chosen[q]), _taken_ns(chosen[q])) for q in [*older, *compared]}
+    return [a for a in older if any(_apart(known[a], known[b]) for b in compared)]
 
 
-def _offsets(a: tuple[Calls, int], b: tuple[Calls, int]) -> tuple[int | None, int | None, bool, bool]:
-    """Return bounds of how far b's clock is ahead of a's, True if calls are in both dumps, and True if one is ahead by whole ones.
+def _apart(a: tuple[Calls, int], b: tuple[Calls, int]) -> bool:
+    """True if no offset of the clocks makes two dumps fit, or one is ahead by whole calls and they have none in common.
 
     No rank completes such a collective before all have issued it. One that a dump lacks was issued after the dump.
     """
     (first, first_taken), (second, second_taken) = a, b
-    low = _least(first, second, second_taken)
-    high = _least(second, first, first_taken)
-    groups = {g for g, _ in first} & {g for g, _ in second}
-    shared = any(key in second for key in first if key[0] in groups)
-    ahead = any(_beyond(x, y) for x, y in ((first, second), (second, first)))
-    return low, None if high is None else -high, shared, ahead
+    low, high = _least(first, second, second_taken), _least(second, first, first_taken)
+    if low is not None and high is not None and low + high > SLACK_NS:
+        return True
+    return first.keys().isdisjoint(second) and bool(_beyond(first, second) or _beyond(second, first))
 
 
 def _newest(calls: Calls) -> dict[str, int]:
