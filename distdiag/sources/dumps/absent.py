@@ -12,7 +12,7 @@ from distdiag.diagnosis.text.template import Template, filled
 from distdiag.sources.dumps.findings import Findings
 
 
-def without_dump(findings: Findings, decided: bool) -> list[Finding]:
+def without_dump(findings: Findings, decided: bool, running: bool) -> list[Finding]:
     """Return findings on every rank without a dump; such a rank is a culprit if another may be waiting for it.
 
     If another rank is the culprit and only messages wait for this one, it may itself have waited for that rank, as its
@@ -20,14 +20,17 @@ def without_dump(findings: Findings, decided: bool) -> list[Finding]:
 
     Args:
         decided: Another finding explains why the job stopped.
+        running: The job was running when the dumps were taken.
     """
     blame, loaded = findings.blame, findings.loaded
     silent = {r for r in loaded.missing if r in blame.silent}
-    if not decided:  # a dump that cannot be read is listed with its file, in `unreadable`
+    damaged: set[int] = set()
+    if running or not (decided or blame.victims or loaded.other_runs):  # nothing has stopped, as far as dumps show
+        blamed = []
+    elif not decided:  # a dump that cannot be read is listed with its file, in `unreadable`
         damaged = {r for r in loaded.unreadable if r in blame.silent}
         blamed = sorted({*loaded.missing, *damaged})
     else:
-        damaged = set()
         blamed = sorted(silent) if not _whole_nodes(loaded.missing, findings.snapshot.world_size) else []
     rest = tuple(r for r in loaded.missing if r not in blamed)
     out = [_silent(findings, blamed, decided, damaged)] if blamed else []
@@ -37,7 +40,9 @@ def without_dump(findings: Findings, decided: bool) -> list[Finding]:
         out.append(OTHER_RUN(ranks=apart, why=_other_runs(findings, apart)))
     if rest:
         why = "not given, dead, or stuck outside torch; no dump shows a rank that waits for {ranks:it|them}"
-        if not silent.isdisjoint(rest):
+        if running:
+            why = "not given, or dead"
+        elif not silent.isdisjoint(rest):
             why = "whole nodes, whose files were not given, or which are dead"
         out.append(NOT_GIVEN(ranks=rest, why=filled(why, ranks=rest)))
     return out

@@ -104,7 +104,7 @@ def _judge(
             found.append(findings.stall(running))
         elif not running:
             found += proofs  # cycles: suspected only, and only if no rank is missing
-    found += absent.without_dump(findings, decided=any(f.severity == Severity.ERROR for f in found))
+    found += absent.without_dump(findings, decided=any(f.severity == Severity.ERROR for f in found), running=running)
     found += absent.unreadable(findings, given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
         found.append(findings.in_flight(running))
