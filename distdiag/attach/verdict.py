@@ -61,11 +61,9 @@ def attach(job: Job, ras: bool = False) -> Report:
     expected = job.expected(ranks)
     seen |= _with_workers(seen)
     seen |= {rank: Seen(life=Life.MISSING) for rank in expected - set(ranks)}
-    pauses = {p.pid: max(s.paused_s for s in taken[p.pid]) for p in members}
+    paused_ms, longest = max((1e3 * s.paused_s, rank) for rank, p in ranks.items() for s in taken[p.pid])
     notes.append(
-        f"sampled {max(map(len, taken.values()))} times; the longest pause of each rank: "
-        + ", ".join(f"rank {rank} {pauses[p.pid] * 1000:.0f} ms" for rank, p in sorted(ranks.items())[:16])
-        + (" …" if len(ranks) > 16 else "")
+        f"sampled {max(map(len, taken.values()))} times; the longest pause: {paused_ms:.0f} ms (rank {longest})"
     )
     failed = {rank: taken[p.pid][-1].error for rank, p in ranks.items() if p.pid not in processes and p not in stopped}
     notes += [f"rank {rank}: no stack ({visible(why)})" for rank, why in list(failed.items())[:4]]

@@ -228,9 +228,8 @@ def compute_of(trace: Trace, window: Window) -> Spans:
     if trace.device:
         return union(trace.device, low, high)
     calls = union(((o.start, o.end) for o in trace.ops if is_comm_call(o.name)), low, high)
-    other = union(
-        [*calls, *trace.loads], low, high
-    )  # what a loader without workers runs is no computation of the model
+    # what a loader without workers runs is no computation of the model
+    other = union([*calls, *trace.loads], low, high)
     return without(union(((o.start, o.end) for o in trace.ops), low, high), other)
 
 

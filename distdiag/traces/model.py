@@ -128,9 +128,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     ranks: list[RankTimes]
     missing: list[Missing]
-    verdict: (
-        str | None
-    )  # the rank that the others wait for, and why; else data or communication that every rank waits for
+    verdict: str | None  # the rank that the others wait for, and why; else what every rank waits for
     advice: str | None = None  # what to do about it
     partial: bool = False  # ranks of the job are not in it: what is not hidden may be waiting for them
     collectives: list[CollectiveTimes]

@@ -25,10 +25,8 @@ LATE_STEPS, LEAST_STEPS = 0.8, 0.3  # share of the steps with a late rank in whi
 MOST = 0.8  # of what takes a late rank longer: from here on a part is named as the reason
 MORE_SHARE = 0.03  # of a step: a part of a late rank's time is named as the reason if it exceeds the others' by this
 SHARED = 0.3  # of a step, on every rank: from here on waits for data and exposed communication are named
-SMALL_BYTES, SEVERAL = (
-    1 << 16,
-    2.5,
-)  # collectives below, and as many per step, are worth joining: they cost their latency
+# collectives below, and as many per step, are worth joining: they cost their latency
+SMALL_BYTES, SEVERAL = 1 << 16, 2.5
 _TRACE_TOO = "trace ranks {absent}, too: the late rank may be one of them"
 _DATA = (
     "look at how rank {late} loads its data: {workers}, cheaper transforms, faster storage; see why its samples take longer than "

@@ -330,7 +330,7 @@ def test_pauses_are_printed_and_a_data_worker_is_no_rank(monkeypatch: pytest.Mon
     sampled(monkeypatch, samples)
     report = verdict.attach(job)
     assert report.ranks_seen == report.world_size == 2
-    assert any("rank 0 10 ms, rank 1 10 ms" in note for note in report.notes)
+    assert any("the longest pause: 10 ms (rank 1)" in note for note in report.notes)
     assert any("order in which their processes started" in note for note in report.notes)
 
 

@@ -82,16 +82,14 @@ class Findings:
         culprits, main = self.blame.culprits, self.blame.main
         given_up = main is not None and self._timed_out(main)
         limit_s = self.loaded.timeouts_s.get(main.group) if main is not None and given_up else None
-        often = (
-            ""
-            if working.per_s is None
-            else f"about {working.per_s:,.0f} {compatible.op_name(working.call.op)} a second"
-        )
+        often = ""
+        if working.per_s is not None:
+            often = f" (about {working.per_s:,.0f} {compatible.op_name(working.call.op)} a second)"
         apart = working.site or working.call.site
         return (WORKING_LATE if given_up else WORKING)(
             culprits=culprits, victims=sorted(set(self.blame.victims)), collective=self.ref(main),
             where=self.where(culprits), waiting=self.where(self.blame.victims), evidence=self.evidence(culprits),
-            what=self._awaited(), last=self.call_text(working.call), ago=working.ago_s, often=f" ({often})" * bool(often),
+            what=self._awaited(), last=self.call_text(working.call), ago=working.ago_s, often=often,
             waited=working.waited_s, limit=f", and the timeout is {limit_s:.0f} s" if limit_s else "",
             calls=f"the {'call' if working.site else 'work'}{at(apart)}",
         )  # fmt: skip
@@ -320,7 +318,7 @@ class Findings:
             where=self.where(ranks) if others else (), waiting=self.where(others or ranks) if stuck else (),
             what=self.text(wait), ranks=ranks, how="timed out" if given_up else "has not completed",
             lacking="on all ranks that show this group" if assumed else "with no rank missing",
-            other="a member that never came, " if assumed else "", network=(MEMBERS_ADVICE if assumed else "") + network,
+            other="a member that never came, or " if assumed else "", network=(MEMBERS_ADVICE if assumed else "") + network,
             wait=filled("; {others} {others:waits|wait} for {ranks:it|them}" * bool(others), others=others, ranks=ranks),
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ class LoadReport:
     unmet: dict[int, list[Call]] = field(default_factory=dict)  # in flight, and the peer has issued later messages
     batched: frozenset[str] = (
         frozenset()
-    )  # groups with batches, whose messages run together, in one queue with its collectives
+    )  # groups with batches: their messages run together, in one queue with collectives
     late: LateRanks | None = None
     newest: dict[int, Call] = field(default_factory=dict)  # each rank's newest call
     stacks: dict[int, tuple[Site, ...]] = field(default_factory=dict)  # the user's frames of that call, outermost first

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.load_report import LoadReport
-from distdiag.sources.dumps.times import Times
 
 # A rank was only on its way if, when its dump was written, others had waited for it less than this (and far less than the
 # timeout), or not much longer than its repeated pauses.
@@ -34,7 +33,7 @@ def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
     begun = _begun(loaded, blame)
     for r in {*blame.victims, *blame.culprits, *blame.waited_for_since_s}:
         since = [t for t in (blame.waited_for_since_s.get(r), begun.get(r)) if t is not None]
-        times = loaded.times.get(r, Times())
+        times = loaded.times[r]
         if not since and (r not in blame.waited_for_since_s or r in blame.idle):
             continue
         if not since or times.written_s is None or times.newest_s is None or times.written_s < times.newest_s:
@@ -46,14 +45,14 @@ def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
 def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
     """Return since when each rank may have waited. Entries that its ring lost were issued earlier."""
     known = {r: c.entered_s for r, c in blame.oldest.items()}
-    begun = {r: known.get(r) or loaded.times.get(r, Times()).oldest_s for r in {*blame.victims, *known}}
-    return {r: t for r, t in begun.items() if t is not None}
+    begun = ((r, known.get(r) or loaded.times[r].oldest_s) for r in {*blame.victims, *known})
+    return {r: t for r, t in begun if t is not None}
 
 
 def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
     """True if no rank had waited for long, or for much longer than the ranks waited for have paused before."""
     longest = _longest_wait_s(loaded, blame)
-    usual = max((loaded.times.get(r, Times()).usual_gap_s for r in blame.waited_for_since_s), default=0.0)
+    usual = max((loaded.times[r].usual_gap_s for r in blame.waited_for_since_s), default=0.0)
     young_s = min([YOUNG_S, *(limit_s / 4 for limit_s in loaded.timeouts_s.values())])
     return longest is not None and longest < max(young_s, USUAL_FACTOR * usual)
 

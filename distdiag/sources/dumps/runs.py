@@ -12,7 +12,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.text.template import filled
 from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.entries import time_ns
-from distdiag.sources.dumps.times import limit_ns, written_at_timeout
+from distdiag.sources.dumps.times import limit_ns, span_ns, written_at_timeout
 from distdiag.terms.operations import synchronizes
 
 SLACK_NS = 1_000_000_000  # a clock that NTP corrects during the run moves by less
@@ -42,7 +42,7 @@ Calls = Mapping[tuple[str, int], Call]
 def without_other_runs(chosen: Chosen) -> tuple[Chosen, dict[int, str]]:
     """Return the dumps of the newest run, and for each rank whose dump is of another one, why; all ranks of one reason share it."""
     kept, why = _one_world(chosen)
-    spans = {q: span for q, files in kept.items() if (span := _span(files)) is not None}
+    spans = {q: span for q, files in kept.items() if (span := span_ns(files)) is not None}
     order = sorted(spans, key=lambda q: spans[q][1])
     for cut in range(len(order) - 1, 0, -1):
         newer, older = order[cut:], order[:cut]
@@ -71,12 +71,6 @@ def _one_world(chosen: Chosen) -> tuple[Chosen, dict[int, str]]:
             texts = {"theirs": rank_list(members), "ours": rank_list(ours)}
             why |= dict.fromkeys(others, filled(_OTHER_WORLD, others=others, rest=worlds[ours], **texts))
     return {q: files for q, files in chosen.items() if q not in why}, why
-
-
-def _span(files: Collection[DumpFile]) -> tuple[int, int] | None:
-    """Return when the oldest and the newest entry were created; None if that is not known."""
-    times = [t for f in files for e in f.entries[:1] + f.entries[-1:] if (t := e.created_ns) is not None]
-    return (min(times), max(times)) if times else None
 
 
 def _not_of(chosen: Chosen, older: Collection[int], newer: Collection[int]) -> list[int]:

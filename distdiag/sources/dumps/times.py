@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from distdiag.sources.dumps.content import DumpFile
@@ -25,13 +26,16 @@ class Times:
     usual_gap_s: float = 0.0  # length of its repeated pauses
 
 
+def span_ns(files: Collection[DumpFile]) -> tuple[int, int] | None:
+    """Return when the oldest and the newest entry were created; None if that is not known."""
+    times = [t for f in files for e in f.entries[:1] + f.entries[-1:] if (t := e.created_ns) is not None]
+    return (min(times), max(times)) if times else None
+
+
 def times_of(chosen: dict[int, list[DumpFile]]) -> tuple[int, dict[int, Times]]:
     """Return time zero (the oldest entry's time in ns), and the times of each rank's dump."""
-    ends = {
-        rank: [t for f in files if f.entries for e in (f.entries[0], f.entries[-1]) if (t := e.created_ns) is not None]
-        for rank, files in chosen.items()
-    }
-    t0_ns = min((min(times) for times in ends.values() if times), default=0)
+    spans = {rank: span_ns(files) or (0, 0) for rank, files in chosen.items()}
+    t0_ns = min((oldest for oldest, _ in spans.values() if oldest), default=0)
 
     def seconds(at_ns: int) -> float | None:
         return (at_ns - t0_ns) / 1e9 if at_ns > 0 else None
@@ -41,9 +45,9 @@ def times_of(chosen: dict[int, list[DumpFile]]) -> tuple[int, dict[int, Times]]:
         newest = [[t for e in f.entries[-GAP_ENTRIES:] if (t := e.created_ns) is not None] for f in files]
         gaps_ns = sorted(b - a for times in newest for a, b in itertools.pairwise(times))
         out[rank] = Times(
-            oldest_s=seconds(min(ends[rank], default=0)),
-            newest_s=seconds(max(ends[rank], default=0)),
-            written_s=seconds(max(f.modified_ns for f in files)) if ends[rank] else None,
+            oldest_s=seconds(spans[rank][0]),
+            newest_s=seconds(spans[rank][1]),
+            written_s=seconds(max(f.modified_ns for f in files)) if spans[rank][0] else None,
             moved_s=seconds(max(map(_moved_ns, files))),
             asked_s=seconds(max(map(_asked_ns, files))),
             usual_gap_s=gaps_ns[-GAPS_SEEN] / 1e9 if len(gaps_ns) >= GAPS_SEEN else 0.0,
