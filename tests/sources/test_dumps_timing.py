@@ -380,3 +380,18 @@ def test_a_group_that_has_only_a_number_is_called_a_group(tmp_path: Path) -> Non
             job.issue(r, "all_reduce", group, False)
             job.now_ns += 1_000
     assert "(group 3 of ranks 0–4; 4.0 KiB)" in only(diagnose(tmp_path, job)).message
+
+
+def test_a_wait_is_judged_by_the_timeout_of_its_own_group(tmp_path: Path) -> None:
+    """The newest entries of the ranks are of groups with other timeouts, as of NCCL and of gloo."""
+    job = trained(Job(4, {"5": ("heartbeat", (0, 1, 2))}))
+    job.collective(done=())
+    job.collective(group="5")
+    for r in (0, 1, 2):
+        job.ranks[r].entries[-1]["timeout_ms"] = 1_800_000
+    write(tmp_path, job)
+    for p in tmp_path.iterdir():
+        os.utime(p, ns=(job.now_ns + 601 * 10**9,) * 2)
+    assert (
+        "all_reduce #21 (default_pg, 4.0 KiB) timed out with no rank missing" in only(diagnose_dumps(tmp_path)).message
+    )
