@@ -105,6 +105,7 @@ def harden(con: Connection, database: Path) -> None:
     con.file, con.held_bytes = database, _size(database)
     con.cpu_s = QUERY_S + con.held_bytes * QUERY_S_PER_BYTE
     con.set_progress_handler(lambda: time.thread_time() > con.until_s, STEPS)
+    con.execute("BEGIN")  # the tables of one moment: the writer may be making them
     found = fetch(con, "SELECT lower(name), type, sql FROM main.sqlite_master WHERE type IN ('table', 'view')")
     stored = {name: (kind, str(sql)) for name, kind, sql in found}  # SQLite's names have no case
     for name in schema():
@@ -120,6 +121,7 @@ def harden(con: Connection, database: Path) -> None:
         if any('"' in n or n == "rowid" for n in names):
             raise sqlite3.DatabaseError(f"malformed: {name} has columns that no version has")
         con.execute(_view(name, names, "without rowid" not in sql.lower()))
+    con.execute("COMMIT")
 
 
 def fetch(con: Connection, sql: str, args: Sequence[Any] | dict[str, Any] = ()) -> list[tuple[Any, ...]]:

@@ -219,6 +219,8 @@ def check_version(con: Connection, database: Path) -> None:
         RunUnreadable: an older or a newer distdiag wrote it, or the monitor has written nothing yet.
         sqlite3.Error: it is not a run.
     """
+    if not con.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:  # the writer makes all tables at once
+        raise _empty(database)
     version = con.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
     if version is None:
         raise _empty(database)
@@ -305,8 +307,6 @@ def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadabl
             f"try again; `fuser {shlex.quote(str(database))}` names who holds it",
         )
     if "no such table" in text or "no such column" in text:
-        if not size_of(database):
-            return _empty(database)
         return RunUnreadable(
             ReadStatus.OLDER,
             f"{database} is not a run of this version ({text})",

@@ -130,7 +130,9 @@ class Writer:
                 con.execute("PRAGMA journal_mode = WAL")
                 con.execute("PRAGMA synchronous = NORMAL")
                 con.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
-                con.executescript(SCHEMA.read_text("utf-8"))
+                con.executescript(
+                    f"BEGIN IMMEDIATE; {SCHEMA.read_text('utf-8')} COMMIT;"
+                )  # a reader sees all tables or none
             except BaseException:
                 con.close()
                 raise

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.report.steps import read_steps
-from distdiag.store import rundir, stacks
+from distdiag.store import checked, rundir, stacks
 from distdiag.store.frames import RankRow
 from distdiag.store.liveness import Monitor
 from distdiag.store.opening import ReadStatus, RunUnreadable
@@ -208,6 +209,26 @@ def test_a_journal_that_could_delete_another_file_is_not_followed(tmp_path: Path
         journal.write((0x40000000 // 4096 + 1).to_bytes(4, "big") + tail)
     assert _status(path) is ReadStatus.UNREADABLE
     assert victim.read_text() == "years of work"
+
+
+def test_a_reader_sees_all_tables_or_none_while_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = tmp_path / "run.db"
+    con = sqlite3.connect(database)
+    con.execute("PRAGMA journal_mode = WAL")
+    try:
+        assert _status(tmp_path) is ReadStatus.MISSING
+        fetch, made = checked.fetch, []
+
+        def slow(*args: Any) -> list[tuple[Any, ...]]:
+            found = fetch(*args)
+            if "sqlite_master WHERE" in args[1] and not made:
+                made.append(con.executescript(checked.SCHEMA.read_text()))
+            return found
+
+        monkeypatch.setattr(checked, "fetch", slow)
+        assert _status(tmp_path) is ReadStatus.MISSING and made
+    finally:
+        con.close()
 
 
 def test_a_finished_run_reads_on_a_read_only_disk(tmp_path: Path) -> None:
