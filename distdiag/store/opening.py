@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
-import shutil
 import socket
 import sqlite3
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from stat import S_ISREG
@@ -29,8 +26,6 @@ from distdiag.terms.untrusted import visible
 BUSY_TIMEOUT_S = 0.3
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 FOLDING_S = 0.5  # the writer copies its log in some hundredths of a second
-# the last bytes of a journal that names one (sqlite.org/fileformat2.html)
-_SUPER_JOURNAL = bytes.fromhex("d9d505f920a163d7")
 CORRUPT_HINT = "`sqlite3 run.db .recover` may save the rows; flight_recorder/ and stacks/ are separate files"
 
 
@@ -164,11 +159,6 @@ def connect(database: Path) -> tuple[Connection, str | None]:
     try:
         return attempt(""), None
     except sqlite3.OperationalError as e:
-        if "readonly" in str(e):
-            with _rolled_back(database) as copy:
-                if copy is not None:
-                    quoted = _quoted(copy)
-                    return attempt("&immutable=1"), None
         # a WAL database needs its -shm file, which cannot be created on a read-only disk
         if "locked" in str(e) or os.access(database.parent, os.W_OK) or not os.access(database, os.R_OK):
             raise
@@ -239,56 +229,6 @@ def _empty(database: Path) -> RunUnreadable:
     return RunUnreadable(ReadStatus.MISSING, *unwritten.explain(database.parent, f"{database} is empty"))
 
 
-@contextlib.contextmanager
-def _rolled_back(database: Path) -> Iterator[Path | None]:
-    """Yield a copy of a database without what a killed monitor has left half done, until it is open; None if it cannot be made.
-
-    A scheduler that ends a job kills what is left of it. SQLite undoes an unfinished transaction for whoever may write; a reader
-    changes nothing, so this happens in a copy. A journal that names a super-journal, which ours never does, could make SQLite
-    delete any file.
-    """
-    copy = None
-    with contextlib.ExitStack() as until_opened:
-        try:
-            made = tempfile.TemporaryDirectory(prefix="distdiag-", ignore_cleanup_errors=True)
-            folder = Path(until_opened.enter_context(made))
-            for name in (database.name, f"{database.name}-journal"):
-                with open(files.open_to_read(database.parent, name), "rb") as source, (folder / name).open("wb") as to:
-                    _copy(source.fileno(), to.fileno(), shutil.disk_usage(folder).free)
-            with (folder / f"{database.name}-journal").open("rb") as file:
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(0, end - len(_SUPER_JOURNAL)))
-                if not end or file.read() == _SUPER_JOURNAL:
-                    raise OSError("not a journal of ours")
-            with contextlib.closing(sqlite3.connect(folder / database.name, timeout=0.0, isolation_level=None)) as con:
-                con.execute("SELECT count(*) FROM sqlite_master").fetchone()
-            copy = folder / database.name
-        except (OSError, sqlite3.Error):
-            pass
-        yield copy
-
-
-def _copy(source: int, target: int, free_bytes: int) -> None:
-    """Copy what a file holds and leave its holes, which may be larger than the disk.
-
-    Raises:
-        OSError: it would take half of the free space, or cannot be read or written.
-    """
-    found, at = os.fstat(source), 0
-    if 2 * found.st_blocks * 512 > free_bytes:
-        raise OSError("too large for a copy")
-    while at < found.st_size:
-        try:
-            at = os.lseek(source, at, os.SEEK_DATA)
-        except OSError:  # the rest is a hole
-            break
-        end = os.lseek(source, at, os.SEEK_HOLE)
-        os.lseek(target, at, os.SEEK_SET)
-        while at < end and (copied := os.sendfile(target, source, at, end - at)):
-            at += copied
-    os.truncate(target, found.st_size)
-
-
 def _quoted(database: Path) -> str:
     return database.absolute().as_posix().replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
@@ -316,7 +256,10 @@ def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadabl
         return _not_permitted(path, PermissionError(13, os.strerror(13)))
     if "malformed" in text or "not a database" in text or "corrupt" in text or "disk image" in text:
         return RunUnreadable(ReadStatus.CORRUPT, f"{database} is damaged: {text}", CORRUPT_HINT)
-    return RunUnreadable(ReadStatus.UNREADABLE, f"cannot read {database}: {text}", "check its permissions and the disk")
+    hint = "check its permissions and the disk"
+    if "readonly" in text:  # SQLite undoes it for whoever may write; a reader changes nothing
+        hint = f"its writer was killed as it closed the run: `sqlite3 {shlex.quote(str(database))} .tables` undoes the rest"
+    return RunUnreadable(ReadStatus.UNREADABLE, f"cannot read {database}: {text}", hint)
 
 
 def size_of(path: Path) -> int:

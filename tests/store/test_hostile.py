@@ -21,7 +21,7 @@ from distdiag.monitor.evidence import dump
 from distdiag.page import directories
 from distdiag.page.layout import page_path
 from distdiag.page.writer import PageWriter
-from distdiag.store import opening, rundir, stacks
+from distdiag.store import rundir, stacks
 from distdiag.store.frames import RankRow, unpack_table
 from distdiag.store.opening import ReadStatus, RunUnreadable
 from distdiag.store.reader import open_run
@@ -97,20 +97,6 @@ def test_a_stray_wal_file_makes_a_reader_create_or_delete_nothing(tmp_path: Path
     with open_run(run) as opened:
         assert opened.meta
     assert sorted(path.name for path in run.iterdir()) == before
-
-
-def test_the_holes_of_a_database_with_an_unfinished_transaction_are_not_copied(tmp_path: Path) -> None:
-    """The copy in which the transaction is undone takes what the disk holds, not what the size says."""
-    source, target = tmp_path / "source", tmp_path / "target"
-    source.write_bytes(b"a" * 5000)
-    os.truncate(source, 1 << 40)
-    with source.open("rb") as a, target.open("wb") as b:
-        opening._copy(a.fileno(), b.fileno(), 1 << 30)
-    assert target.stat().st_size == 1 << 40 and target.stat().st_blocks * 512 < 1 << 20
-    with target.open("rb") as copied:
-        assert copied.read(5001) == b"a" * 5000 + b"\0"
-    with source.open("rb") as a, target.open("wb") as b, pytest.raises(OSError, match="too large"):
-        opening._copy(a.fileno(), b.fileno(), 1000)
 
 
 def test_a_time_that_is_no_float_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
