@@ -12,7 +12,7 @@ import msgspec
 
 from distdiag.store.checked import Connection
 from distdiag.store.opening import ReadStatus, RunUnreadable, inode, rows, unreadable
-from distdiag.store.rows import Row
+from distdiag.store.rows import DdpRow, Row
 
 _T = TypeVar("_T", bound=Row)
 
@@ -102,3 +102,29 @@ class Database:
             return []
         last = f"SELECT max(t_s), {key} FROM {table} WHERE t_s > ? AND t_s <= ? GROUP BY {key}"
         return self.structs(kind, f"WHERE (t_s, {key}) IN ({last}) ORDER BY {key}", (newest - 60.0, newest))
+
+    def step_range(self, t_s: float | None = None) -> tuple[int, int] | None:
+        """Return the first and the newest step with raw rows, not after `t_s`; None if there is none."""
+        first, last = self.query("SELECT (SELECT min(step) FROM step), (SELECT max(step) FROM step)")[0]
+        if first is None:
+            return None
+        if t_s is not None:
+            # steps end in order, so a search over the key finds the last one before t_s
+            low, high = first - 1, last
+            while low < high:
+                middle = (low + high + 1) // 2
+                end = self.query("SELECT min(t_end_s) FROM step WHERE step = ?", (middle,))[0][0]
+                if end is None or end <= t_s:
+                    low = middle
+                else:
+                    high = middle - 1
+            last = low
+            if last < first:
+                return None
+        return first, last
+
+    def ddp(self) -> list[DdpRow]:
+        """Return the newest state of every DDP module, by rank; empty if none was measured."""
+        if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'ddp'"):
+            return []
+        return self.structs(DdpRow, "ORDER BY rank, model")

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from typing import Any, Protocol
 
 from distdiag.diagnosis.model.findings import Gradients
-from distdiag.store.rows import DdpRow
+from distdiag.store.database import Database
 from distdiag.terms.steps import exposed_share
 
 LAST_STEPS = 1000  # DDP times one step in 8, 32 or 100
 WARM_UP = 5  # first steps, left out if there are others: buckets are rebuilt, caches are cold
 
 
-class Rows(Protocol):
-    """What is read here of a `reader.Run`, which uses this file."""
-
-    def ddp(self) -> list[DdpRow]: ...
-
-    def named(self, table: str, columns: Sequence[str]) -> list[str]: ...
-
-    def step_range(self, t_s: float | None) -> tuple[int, int] | None: ...
-
-    def query(self, sql: str, args: Sequence[Any]) -> list[tuple[Any, ...]]: ...
-
-
-def read_gradients(run: Rows, t_s: float | None = None) -> Gradients | None:
+def read_gradients(run: Database, t_s: float | None = None) -> Gradients | None:
     """Return the cost of DDP's gradient exchange; None if no DDP module was measured.
 
     Args:
@@ -57,7 +43,7 @@ def read_gradients(run: Rows, t_s: float | None = None) -> Gradients | None:
     )
 
 
-def _times(run: Rows, ranks: int, t_s: float | None) -> list[tuple[float, float, float]]:
+def _times(run: Database, ranks: int, t_s: float | None) -> list[tuple[float, float, float]]:
     """Return (step, communication, exposed) in ms of the last steps that DDP timed on the rank with the least exposed.
 
     The others also wait for late ranks. Empty if a rank has timed none.

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from distdiag import files
 from distdiag.store import rundir
@@ -20,11 +21,6 @@ NETWORK_TYPES = frozenset({
     "beegfs", "panfs", "wekafs", "pvfs2", "orangefs", "gfs2", "ocfs2", "9p", "virtiofs", "vboxsf", "vmhgfs", "prl_fs",
 })  # fmt: skip
 LOCAL_FUSE = frozenset({"fuse.overlayfs", "fuse.fuse-overlayfs", "fuse.ext4", "fuse.ntfs-3g", "fuse.portal"})
-MOUNTS = Path("/proc/mounts")
-
-
-def _unescape(mount_point: str) -> str:
-    return mount_point.encode().decode("unicode_escape") if "\\" in mount_point else mount_point
 
 
 def filesystem_type(path: Path) -> str | None:
@@ -34,21 +30,12 @@ def filesystem_type(path: Path) -> str | None:
         path: Need not exist: its nearest existing parent decides.
     """
     try:
-        mounts = MOUNTS.read_text(errors="replace")
+        mounts = psutil.disk_partitions(all=True)
     except OSError:
         return None
-    real = os.path.realpath(path)
-    best: tuple[int, str] | None = None
-    for line in mounts.splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        point = _unescape(fields[1])
-        inside = point == "/" or real == point or real.startswith(point.rstrip("/") + "/")
-        # later lines hide earlier ones on the same mount point, hence >=
-        if inside and (best is None or len(point) >= best[0]):
-            best = (len(point), fields[2])
-    return best[1] if best else None
+    real = Path(os.path.realpath(path))
+    inside = [m for m in reversed(mounts) if real.is_relative_to(m.mountpoint)]  # a later one hides those before it
+    return max(inside, key=lambda m: len(m.mountpoint)).fstype if inside else None
 
 
 def is_network(fs_type: str | None) -> bool:

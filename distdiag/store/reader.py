@@ -26,7 +26,6 @@ from distdiag.store.liveness import Monitor, failure_of, heartbeat_age_s, monito
 from distdiag.store.opening import CORRUPT_HINT, ReadStatus, RunUnreadable, check_version, connect, locate, unreadable
 from distdiag.store.rows import (
     CollectiveRow,
-    DdpRow,
     Event,
     GpuRow,
     GroupRow,
@@ -176,26 +175,6 @@ class Run(Database):
         """Return the newest state of every rank that wrote, by rank; only the columns of table `rank`."""
         return self.structs(RankRow, "ORDER BY rank", fields=TABLE_COLUMNS)
 
-    def step_range(self, t_s: float | None = None) -> tuple[int, int] | None:
-        """Return the first and the newest step with raw rows, not after `t_s`; None if there is none."""
-        first, last = self.query("SELECT (SELECT min(step) FROM step), (SELECT max(step) FROM step)")[0]
-        if first is None:
-            return None
-        if t_s is not None:
-            # steps end in order, so a search over the key finds the last one before t_s
-            low, high = first - 1, last
-            while low < high:
-                middle = (low + high + 1) // 2
-                end = self.query("SELECT min(t_end_s) FROM step WHERE step = ?", (middle,))[0][0]
-                if end is None or end <= t_s:
-                    low = middle
-                else:
-                    high = middle - 1
-            last = low
-            if last < first:
-                return None
-        return first, last
-
     def steps(self, first: int, last: int, ranks: Sequence[int] | None = None) -> list[StepRow]:
         """Return step rows from step `first` to `last`, of `ranks` (None = all), by step and rank."""
         if ranks is None:
@@ -259,12 +238,6 @@ class Run(Database):
         if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'loader'"):
             return []
         return self.structs(LoaderRow, "ORDER BY rank, loader")
-
-    def ddp(self) -> list[DdpRow]:
-        """Return the newest state of every DDP module, by rank; empty if none was measured."""
-        if not self.query("SELECT 1 FROM sqlite_master WHERE name = 'ddp'"):
-            return []
-        return self.structs(DdpRow, "ORDER BY rank, model")
 
     def probes(self) -> list[ProbeResult]:
         """Return the probe results recorded into this run, oldest first."""

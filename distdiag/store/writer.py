@@ -60,6 +60,15 @@ ON CONFLICT (key) DO UPDATE SET severity = excluded.severity, certainty = exclud
 _MANY = (kinds.StepRow, kinds.CollectiveRow, kinds.HostRow, kinds.ProcessRow, kinds.GpuRow, kinds.ScalarRow)
 _BULK = frozenset({_FRAME, *(_ROWS[kind] for kind in _MANY)})
 
+# what SQLite raises for a value that it cannot store: it costs the rest of its batch
+_REFUSED = (
+    sqlite3.IntegrityError,
+    sqlite3.ProgrammingError,
+    sqlite3.InterfaceError,
+    OverflowError,
+    ValueError,
+    TypeError,
+)
 _encode = msgspec.json.Encoder()
 
 
@@ -218,20 +227,25 @@ class Writer:
         if now < self._retry_at:
             self._bound_pending()
             return False
+        refused, dropped = None, 0
         try:
             con = self._open()
             con.execute("BEGIN IMMEDIATE")
             for sql, rows in self._pending:
-                con.executemany(sql, rows)
+                try:
+                    con.executemany(sql, rows)
+                except _REFUSED as e:  # our defect, not the disk's
+                    refused, dropped = e, dropped + len(rows)
             con.execute("COMMIT")
         except Exception as e:
             self._rollback()
-            values = isinstance(e, (sqlite3.IntegrityError, sqlite3.ProgrammingError))
-            if values or not isinstance(e, (sqlite3.DatabaseError, OSError)):  # our defect, not the disk's
-                self._drop_unwritable()
             self._failed(e)
             return False
         self._pending.clear()
+        if refused is not None:
+            self.dropped_rows += dropped
+            self._failed(refused)
+            return True
         if self.last_error is not None:
             last, self.last_error = self.last_error, None
             self.event(
@@ -286,23 +300,6 @@ class Writer:
         self._pending = rest
         self._add(_META, newest_meta.values())
         self._add(_RANK, newest_rank.values())
-
-    def _drop_unwritable(self) -> None:
-        """Drop the batches with values that SQLite refuses, so that the others can be written."""
-        good: list[tuple[str, list[tuple[Any, ...]]]] = []
-        for sql, rows in self._pending:
-            try:
-                con = self._open()
-                con.execute("BEGIN IMMEDIATE")
-                con.executemany(sql, rows)
-                good.append((sql, rows))
-            except sqlite3.OperationalError:
-                good.append((sql, rows))  # the disk refuses, not the values
-            except Exception:
-                self.dropped_rows += len(rows)
-            finally:
-                self._rollback()
-        self._pending = good
 
     def close(self) -> bool:
         """Write the last rows, fold the WAL into run.db, and move it into the run directory. Never raises.
