@@ -95,8 +95,8 @@ def _of_run(target: str | None) -> Report:
     from distdiag.store.reader import open_run
 
     path = rundir.resolve(target)
-    if (launch := rundir.failed_after(path)) is not None:
-        locate(launch)  # raises why it failed
+    if (newer := rundir.newer_launch(path)) is not None and rundir.failed_launch(newer[0]) is not None:
+        locate(newer[0])  # raises why it failed
     _finish(path)
     report = _autopsy(path)
     if report is None:

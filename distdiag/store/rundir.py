@@ -26,7 +26,7 @@ POINTER = "run.db.where"  # JSON {"host", "path"}: the database is on a local di
 _RECORDED = {DATABASE, POINTER, ".node_0"}  # any of them marks a run directory
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-")
 MOST_OTHERS = 16  # runs of a directory that are checked for one that is not over
-STARTING_S = 600.0  # an older directory without a database belongs to a launch that failed early
+STARTING_S = 600.0  # between the creation of a directory by the launcher and the first rank
 CREATE = "DISTDIAG=1 torchrun --nproc-per-node 2 train.py"
 
 
@@ -55,7 +55,7 @@ def _attempt_number(path: Path) -> int:
 
 def has_run(path: Path) -> bool:
     """True if a monitor has written a run here, or ranks have claimed the directory for one."""
-    return any(os.path.lexists(path / n) for n in (DATABASE, POINTER, "run.json", ".node_0"))
+    return recorded(path) or os.path.lexists(path / "run.json")
 
 
 def is_claimed(path: Path) -> bool:
@@ -161,58 +161,39 @@ def shown(path: Path) -> str:
     return str(real.relative_to(here)) if real.is_relative_to(here) else str(real)
 
 
-def newest_run(directory: Path) -> Path | None:
-    """Return the newest recorded run in a directory of runs, by name; None without any."""
+def launches(directory: Path) -> list[Path]:
+    """Return the directories of launches with a default name in a directory of runs, the newest first, by that name."""
     with contextlib.suppress(OSError):
-        return next((p for p in _newest_first(directory) if any((p / n).exists() for n in _RECORDED)), None)
-    return None
-
-
-def newest(directory: Path) -> Path | None:
-    """Return the newest launch in a directory of runs, by name, whether it has a rank or not; None without any."""
-    with contextlib.suppress(OSError):
-        return next(iter(_newest_first(directory)), None)
-    return None
-
-
-def _newest_first(directory: Path) -> list[Path]:
-    """Return what has a default name in a directory of runs, by that name."""
-    return sorted((p for p in directory.iterdir() if _DEFAULT_NAME.match(p.name)), key=lambda p: p.name, reverse=True)
-
-
-def _newer(latest: Path) -> list[Path]:
-    """Return the launches that are newer than the run that `latest` links to, the newest first."""
-    with contextlib.suppress(OSError):
-        current = latest.resolve().name
-        return [p for p in _newest_first(latest.parent) if p.name > current and p.is_dir()]
+        found = [p for p in directory.iterdir() if _DEFAULT_NAME.match(p.name) and p.is_dir()]
+        return sorted(found, key=lambda p: p.name, reverse=True)
     return []
 
 
-def failed_after(latest: Path) -> Path | None:
-    """Return the newest launch that produced no rank, if it is newer than the run that `latest` links to."""
-    newer = _newer(latest) if latest.is_symlink() else []
-    return next((p for p in newer if failed_launch(p) is not None), None)
+def recorded(path: Path) -> bool:
+    """True if ranks have claimed this directory, or a monitor has written a database."""
+    return any(os.path.lexists(path / n) for n in _RECORDED)
 
 
-def unreported_launch(latest: Path) -> str | None:
-    """Return the name of a launch that is newer than `latest` and has no database yet.
-
-    None if there is none, or if its directory has not changed for `STARTING_S`.
-    """
-    with contextlib.suppress(OSError):
-        path = next((p for p in _newer(latest) if failed_launch(p) is None), None)
-        if path and time.time() - path.stat().st_mtime < STARTING_S and not (path / DATABASE).exists():
-            return _DEFAULT_NAME.sub("", path.name)
-    return None
+def newer_launch(latest: Path) -> tuple[Path, str] | None:
+    """Return (its directory, what is known of it) of the newest launch without a rank that is newer than the run `latest` links to."""
+    if not latest.is_symlink():
+        return None
+    current = latest.resolve().name
+    path = next((p for p in launches(latest.parent) if p.name > current and not recorded(p)), None)
+    if path is None:
+        return None
+    if (reason := failed_launch(path)) is not None:
+        return path, f"a newer launch failed before any rank started: {reason}"
+    name = _DEFAULT_NAME.sub("", path.name)
+    if time.time() - _changed(path) < STARTING_S:
+        return path, f"a newer launch ({name}) has not reported yet"
+    return path, f"a newer launch ({name}) recorded no rank: it joined no process group, or ended before"
 
 
 def other_runs(latest: Path) -> list[Path]:
     """Return the other runs in the directory of `latest`, the newest first, at most `MOST_OTHERS`."""
-    with contextlib.suppress(OSError):
-        current = latest.resolve().name
-        others = (p for p in _newest_first(latest.parent) if p.name != current)
-        return list(itertools.islice(filter(has_run, others), MOST_OTHERS))
-    return []
+    current = latest.resolve().name
+    return list(itertools.islice((p for p in launches(latest.parent) if p.name != current and has_run(p)), MOST_OTHERS))
 
 
 def runs_below(directory: Path) -> DistdiagError | None:
@@ -266,9 +247,7 @@ def _replaceable(link: Path) -> bool:
         return False
     path = link.parent / target
     if path.exists():
-        return any((path / n).exists() for n in (DATABASE, POINTER, ".node_0", ".jobs")) or (
-            failed_launch(path) is not None
-        )
+        return recorded(path) or (path / ".jobs").exists() or failed_launch(path) is not None
     return _DEFAULT_NAME.match(target) is not None  # the name of a deleted run
 
 

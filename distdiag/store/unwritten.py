@@ -16,7 +16,6 @@ from distdiag.page.reader import header_of, is_mapped
 from distdiag.store import rundir
 from distdiag.store.liveness import MONITOR_LOG, failure_of
 
-LAUNCHING_S = 600.0  # between the creation of a directory by the launcher and the first rank
 STARTING_S = 60.0  # between the claim of a directory and the first page in it
 MAX_PAGES = 1024  # that are read
 RECORD = ".node_0"
@@ -36,7 +35,7 @@ def explain(run_dir: Path, what: str) -> tuple[str, str]:
         return what, f"it belongs to {owner}, who can see whether its job is starting"
     if record is None:
         hint = "was it started with `DISTDIAG=1`, or does it call distdiag.attach()?"
-        if _age_s(run_dir) < LAUNCHING_S:
+        if _age_s(run_dir) < rundir.STARTING_S:
             return f"{what} yet", f"the job is starting; {hint}"
         return f"{what}, and no rank has claimed it", _else(
             run_dir
@@ -68,8 +67,9 @@ def explain(run_dir: Path, what: str) -> tuple[str, str]:
 def _failed_launch(run_dir: Path, reason: str) -> tuple[str, str]:
     """Return (message, hint) for a launch without a rank, with its reason and the previous run."""
     real = run_dir.resolve()
-    which = "the last launch" if real == rundir.newest(real.parent) else f"the launch of {run_dir}"
-    before = rundir.newest_run(real.parent)
+    launches = rundir.launches(real.parent)
+    which = "the last launch" if [real] == launches[:1] else f"the launch of {run_dir}"
+    before = next(filter(rundir.recorded, launches), None)
     hint = "read the launcher's messages"
     if before is not None:
         hint = f"for the previous run: distdiag diagnose {shlex.quote(rundir.shown(before))}"

@@ -253,9 +253,14 @@ def test_the_latest_run_is_named_by_its_directory_and_a_newer_launch_is_noted(
     assert main(["diagnose"]) == ExitCode.OK
     out = capsys.readouterr().out
     assert re.match(rf"run reports/{run.name} \(latest\), ended 1\d\d s ago", out) and "newer launch" not in out
-    (tmp_path / "reports" / "20250102-120000-train_slow").mkdir()
+    newer = tmp_path / "reports" / "20250102-120000-train_slow"
+    newer.mkdir()
     main(["diagnose"])
     assert "note: a newer launch (train_slow) has not reported yet" in capsys.readouterr().out
+    os.utime(newer, (time.time() - 3600,) * 2)  # a script that started no process group, an hour ago
+    for command in (["diagnose"], ["report", "--format", "text", "-o", "-"]):
+        main(command)
+        assert "note: a newer launch (train_slow) recorded no rank" in unwrapped("".join(capsys.readouterr()))
     main(["diagnose", str(run)])
     assert "newer launch" not in capsys.readouterr().out
 
