@@ -192,10 +192,10 @@ def _joined(run: Path) -> bool:
 def _over(run: Path) -> bool:
     """True if ranks have joined this run, and none of them lives; its monitor may still judge them."""
     from distdiag.page import directories
-    from distdiag.page.reader import header_of, is_mapped
+    from distdiag.page.reader import is_mapped
 
     pages = [page for found in directories.of_run(run).values() for d in found for page in d.glob("rank_*.page")]
-    alive = any((header := header_of(page)) is not None and is_mapped(header, page) for page in pages)
+    alive = any(map(is_mapped, pages))
     return not alive and _joined(run)
 
 

@@ -49,11 +49,6 @@ class PageError(ValueError):
     """The file is not a page, or one of another version."""
 
 
-def is_mapped(header: Header, path: Path) -> bool:
-    """True if the process that a page names lives, is ours, and really maps it: the page may come from elsewhere."""
-    return procfs.start_ticks(header.pid) == header.process_start_ticks and procfs.maps(header.pid, path)
-
-
 def header_of(path: Path) -> Header | None:
     """Return the header of a page, which is not mapped any more then; None if there is no valid page."""
     try:
@@ -63,6 +58,16 @@ def header_of(path: Path) -> Header | None:
     header = page.header()
     page.close()
     return header
+
+
+def is_mapped(path: Path) -> bool:
+    """True if the process that a page names lives, is ours, and really maps it: the page may come from elsewhere."""
+    header = header_of(path)
+    return header is not None and _is_mapped_by(header, path)
+
+
+def _is_mapped_by(header: Header, path: Path) -> bool:
+    return procfs.start_ticks(header.pid) == header.process_start_ticks and procfs.maps(header.pid, path)
 
 
 class PageReader:
@@ -96,7 +101,7 @@ class PageReader:
 
     def is_mapped(self) -> bool:
         """As `is_mapped`, while this reader maps the page, too: true of a page that names this very process."""
-        return is_mapped(self.header(), self.path)
+        return _is_mapped_by(self.header(), self.path)
 
     def sample_kinds(self, first: int, end: int) -> set[int]:
         """Return the kinds of the samples `first` to `end` (exclusive, 0-based); the ring holds only the newest."""

@@ -106,6 +106,8 @@ def take_over(run_dir: Path) -> tuple[list[Path], bool]:
     Called by readers, which change nothing of a run that somebody else made or that has ended. A monitor is started only for pages
     that a living rank of this user maps; `monitor.autopsy` judges those that were left.
     """
+    from distdiag.page.reader import is_mapped
+
     if files.owner_of_other(run_dir) is not None:
         return [], False
     out, started = [], False
@@ -113,21 +115,13 @@ def take_over(run_dir: Path) -> tuple[list[Path], bool]:
         pages = found[0]
         if not directories.is_marked(pages) or directories.ended_record(run_dir, node).exists():
             continue
-        if not any(map(_is_mapped, pages.glob("*.page"))):
+        if not any(map(is_mapped, pages.glob("*.page"))):
             continue
         with contextlib.suppress(OSError):
             started |= start_monitor(run_dir, pages, node, directories.overflow(run_dir, node), quiet=True)
             if directories.monitor_runs(pages):
                 out.append(pages)
     return out, started
-
-
-def _is_mapped(page: Path) -> bool:
-    """True if the process that a page names lives and maps it."""
-    from distdiag.page.reader import header_of, is_mapped
-
-    header = header_of(page)
-    return header is not None and is_mapped(header, page)
 
 
 def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, quiet: bool) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from distdiag import files, procfs
 from distdiag.page import directories
-from distdiag.page.layout import Header
-from distdiag.page.reader import header_of, is_mapped
+from distdiag.page.reader import is_mapped
 from distdiag.store import rundir
 from distdiag.store.liveness import MONITOR_LOG, failure_of
 
@@ -46,20 +45,21 @@ def explain(run_dir: Path, what: str) -> tuple[str, str]:
             f"{what}, and its job was started on {host}",
             f"look there; {_else(run_dir) or 'if this is a copy, copy run.db, too'}",
         )
-    pages = _pages(run_dir)
+    folders = itertools.chain(*directories.of_run(run_dir).values())
+    pages = [page for folder in folders for page in itertools.islice(folder.glob("*.page"), MAX_PAGES)]
     launched = pid.isdigit() and str(procfs.start_ticks(pid[:9])) == ticks
     removed = files.is_file(run_dir, MONITOR_LOG) and not directories.of_run(run_dir)  # by the monitor, at the end
     young = launched and not removed and _age_s(run_dir / RECORD) < STARTING_S
-    if any(mapped for _, mapped in pages) or (not pages and young):
+    if any(map(is_mapped, pages)) or (not pages and young):
         return f"{what} so far", "the monitor is just starting; try again"
     reason = failure_of(run_dir) or ("the disk is full" if _is_full(run_dir) else None)
     ended = f"{what}, and no process uses its pages: the job has ended"
     if reason is not None:
         return (
-            f"{ended}, and its monitor could not write ({reason}){_steps(pages)}",
+            f"{ended}, and its monitor could not write ({reason})",
             _else(run_dir) or "the findings are at the end of the job's stderr; free the disk before the next run",
         )
-    return f"{ended}, or this is a copy{_steps(pages)}", _else(
+    return f"{ended}, or this is a copy", _else(
         run_dir
     ) or "the findings are at the end of the job's stderr; copy run.db, too"
 
@@ -91,21 +91,6 @@ def _age_s(path: Path) -> float:
         return time.time() - path.lstat().st_mtime
     except OSError:
         return 0.0
-
-
-def _pages(run_dir: Path) -> list[tuple[Header, bool]]:
-    """Return the headers of the pages of this run on this host; True with those that a living process maps."""
-    folders = itertools.chain(*directories.of_run(run_dir).values())
-    paths = (path for folder in folders for path in itertools.islice(folder.glob("*.page"), MAX_PAGES))
-    return [(header, is_mapped(header, path)) for path in paths if (header := header_of(path)) is not None]
-
-
-def _steps(pages: list[tuple[Header, bool]]) -> str:
-    if not pages:
-        return ""
-    steps = [header.step for header, _ in pages]
-    at = f"step {min(steps):,}" if min(steps) == max(steps) else f"steps {min(steps):,} to {max(steps):,}"
-    return f"; the pages of {len(pages):,} of {max(h.world_size for h, _ in pages):,} ranks end in {at}"
 
 
 def _else(run_dir: Path) -> str | None:
