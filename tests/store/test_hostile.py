@@ -28,7 +28,7 @@ from distdiag.store.reader import open_run
 from distdiag.store.writer import Writer
 
 ENDLESS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
-MORE_TABLES = [f"CREATE TABLE more_{n} (x)" for n in range(1000)]
+MORE_TABLES = f"BEGIN; {' '.join(f'CREATE TABLE more_{n} (x);' for n in range(1000))} COMMIT"
 
 
 def run_with(path: Path, *statements: str) -> Path:
@@ -36,8 +36,7 @@ def run_with(path: Path, *statements: str) -> Path:
         w.frame(1.0, "running", "", [RankRow(rank=0)])
     con = sqlite3.connect(path / "run.db")
     for statement in statements:
-        con.execute(statement)
-    con.commit()
+        con.executescript(statement)
     con.close()
     return path
 
@@ -50,7 +49,7 @@ def run_with(path: Path, *statements: str) -> Path:
         ("ALTER TABLE event ADD COLUMN x TEXT AS (hex(zeroblob(100000000)))",),
         ("DROP TABLE rank", "CREATE VIEW RANK AS SELECT 'no number' AS rank"),
         ("DROP TABLE event", "CREATE VIRTUAL TABLE EVENT USING fts5(t_s, source, level, text)"),
-        ("DROP TABLE rank", *MORE_TABLES, "CREATE VIEW rank AS SELECT 'no number' AS rank"),
+        ("DROP TABLE rank", MORE_TABLES, "CREATE VIEW rank AS SELECT 'no number' AS rank"),
     ],
 )
 def test_views_and_computed_columns_are_refused(tmp_path: Path, statements: tuple[str, ...]) -> None:
@@ -107,12 +106,7 @@ def test_a_time_that_is_no_float_is_no_traceback(tmp_path: Path, monkeypatch: py
     assert rundir.resolve(None).resolve() == run
 
 
-def test_an_endless_query_is_stopped(tmp_path: Path) -> None:
-    with open_run(run_with(tmp_path)) as run, pytest.raises(RunUnreadable, match="more than"):
-        run.query(f"{ENDLESS} SELECT count(*) FROM n")
-
-
-def test_a_sparse_database_has_the_limits_of_what_the_disk_holds(tmp_path: Path) -> None:
+def test_an_endless_query_is_stopped_by_what_the_disk_holds_of_a_sparse_database(tmp_path: Path) -> None:
     os.truncate(run_with(tmp_path, "PRAGMA journal_mode = DELETE") / "run.db", 1 << 40)
     with open_run(tmp_path) as run, pytest.raises(RunUnreadable, match=r"more than [3-9] s"):
         run.query(f"{ENDLESS} SELECT count(*) FROM n")

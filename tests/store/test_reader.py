@@ -16,7 +16,7 @@ import pytest
 
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.report.steps import read_steps
-from distdiag.store import checked, rundir, stacks
+from distdiag.store import checked, liveness, rundir, stacks
 from distdiag.store.frames import RankRow
 from distdiag.store.liveness import Monitor
 from distdiag.store.opening import ReadStatus, RunUnreadable
@@ -137,7 +137,7 @@ def test_a_run_deleted_while_open_is_reported(tmp_path: Path) -> None:
             run.check()  # another run under the same name is not the one that was opened
 
 
-def test_readers_see_a_live_writer_and_its_death(tmp_path: Path) -> None:
+def test_readers_see_a_live_writer_and_its_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = (
         "import sys, time\nfrom distdiag.store.writer import Writer\nfrom distdiag.store.frames import RankRow\n"
         "w = Writer(sys.argv[1])\nw.frame(1.0, 'running', '', [RankRow(rank=0, step=1)])\nassert w.commit()\n"
@@ -152,6 +152,7 @@ def test_readers_see_a_live_writer_and_its_death(tmp_path: Path) -> None:
             assert run.monitor() is Monitor.LIVE
             process.kill()
             process.wait()
+            monkeypatch.setattr(liveness, "GONE_S", 1.0)
             frame = run.latest_frame()  # committed rows survive the writer
             assert frame is not None and frame.ranks[0].step == 1
             deadline = time.monotonic() + 20
