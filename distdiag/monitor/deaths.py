@@ -85,9 +85,11 @@ def who_grew(run: Run, ended_s: float | None = None) -> list[str]:
         at = f"(the last sample is from {rough_duration(max(0.0, ended_s - last[most][0]))} before the end)"
     if grew[most] < GREW_BYTES:
         return [f"memory: no rank grew by more than {size_text(max(0, grew[most]))} in the last {over} {at}"]
-    if others * 2 > grew[most]:
-        named = sorted(q for q, n in grew.items() if n * 2 > grew[most])
-        return [f"memory: {rank_list(named)} grew by up to {size_text(grew[most])} in the last {over} {at}"]
-    to = size_text(last[most][1])
-    rest = f"; the others by at most {size_text(max(0, others))}" if len(grew) > 1 else ""
-    return [f"memory: rank {most:,} grew by {size_text(grew[most])} to {to} in the last {over}{rest} {at}"]
+    named = sorted(q for q, n in grew.items() if n * 2 > grew[most])
+    to = (
+        f"by {size_text(grew[most])} to {size_text(last[most][1])}"
+        if len(named) == 1
+        else f"by up to {size_text(grew[most])}"
+    )
+    rest = f"; the others by at most {size_text(max(0, others))}" if len(grew) > len(named) == 1 else ""
+    return [f"memory: {rank_list(named)} grew {to} in the last {over}{rest} {at}"]

@@ -20,7 +20,7 @@ from distdiag import files
 from distdiag.diagnosis.model.findings import Finding, Severity, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Life, RankState, Snapshot
 from distdiag.diagnosis.step_times import self_ms
-from distdiag.monitor.cluster.messages import Ask
+from distdiag.monitor.cluster.messages import Ask, unpack
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence import dump, profile_of_nodes
 from distdiag.monitor.node_states import (
@@ -270,7 +270,7 @@ class Nodes:
         server = self.transport.server
         for a in server.take() if server is not None else ():
             try:
-                state = msgspec.msgpack.decode(a.data, type=NodeState)
+                state = msgspec.msgpack.decode(unpack(a.packed), type=NodeState)
             except UNREADABLE as problem:
                 self._failed = f"the state that node {a.node} has sent cannot be read: {problem}"
                 continue

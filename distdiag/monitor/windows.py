@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 import msgspec
 
@@ -63,21 +62,11 @@ def window_of(steps: Sequence[Step]) -> Window:
     )
 
 
-class _Computed(NamedTuple):
-    steps: Sequence[Step]
-    window: Window
-
-    def holds(self, steps: Sequence[Step]) -> bool:
-        """True if it was made of these steps."""
-        known = self.steps
-        return len(known) == len(steps) and (not steps or (known[0] is steps[0] and known[-1] is steps[-1]))
-
-
 class Windows:
     """The windows of all ranks; those of this node are computed if their steps have changed, the others are taken as sent."""
 
     def __init__(self) -> None:
-        self._own: dict[int, _Computed] = {}
+        self._own: dict[int, tuple[Sequence[Step], Window]] = {}  # by rank: its last steps, and what was made of them
         self._sent: dict[int, Window] = {}
 
     def take(self, sent: dict[int, Window]) -> None:
@@ -89,7 +78,8 @@ class Windows:
         if sent is not None:
             return sent if r.steps else Window()
         steps = r.steps[-WINDOW:]
-        known = self._own.get(r.rank)
-        if known is None or not known.holds(steps):
-            known = self._own[r.rank] = _Computed(steps, window_of(steps))
-        return known.window
+        known, window = self._own.get(r.rank, ((), Window()))
+        if len(known) != len(steps) or (steps and (known[0] is not steps[0] or known[-1] is not steps[-1])):
+            window = window_of(steps)
+            self._own[r.rank] = steps, window
+        return window

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -58,8 +58,7 @@ class Heard:
     ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Arrived:
+class Arrived(NamedTuple):
     """A state of another node.
 
     Attributes:
@@ -71,15 +70,6 @@ class Arrived:
     packed: bytes
     started_ns: int
     age_s: float
-
-    @property
-    def data(self) -> bytes:
-        """The state, not yet decoded.
-
-        Raises:
-            BadMessage: it was not packed, or is too long.
-        """
-        return messages.unpack(self.packed)
 
 
 class Server(Link):

@@ -7,13 +7,12 @@ ranks meanwhile.
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from distdiag import nvml
 from distdiag.diagnosis.model.snapshot import GpuState
@@ -46,14 +45,7 @@ class _Card:
     xids: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    rows: list[GpuRow]
-    states: tuple[GpuState, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Users:
+class Users(NamedTuple):
     """The rank of each GPU.
 
     Attributes:
@@ -62,7 +54,7 @@ class Users:
     """
 
     by_index: Mapping[int, int]
-    by_pid: Mapping[int, int] = field(default_factory=dict)
+    by_pid: Mapping[int, int] = {}
 
 
 class Gpus:
@@ -71,12 +63,10 @@ class Gpus:
     def __init__(self, node: int) -> None:
         self.node = node
         self.absent: str | None = None
-        self._asked_at: float | None = None  # monotonic time of a request that has no answer yet
-        self._newest = _Sample([], ())
-        self._requests: queue.SimpleQueue[tuple[float, Users] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[_Sample | str] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="distdiag-nvml", daemon=True)
-        self._thread.start()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="nvml")
+        self._driver: _Driver | None = None
+        self._asked: tuple[float, Future[list[GpuRow]]] | None = None  # monotonic time; a request without an answer
+        self._states: tuple[GpuState, ...] = ()
 
     def rows(self, t_s: float, users: Users) -> list[GpuRow]:
         """Request a new sample and return the rows of the newest answer; [] if there is none since the last call.
@@ -85,45 +75,40 @@ class Gpus:
             t_s: Run time of the requested rows, seconds.
         """
         fresh = self._take()
-        if self._asked_at is None and self.absent is None:
-            self._asked_at = time.monotonic()
-            self._requests.put((t_s, users))
+        if self._asked is None and self.absent is None:
+            self._asked = time.monotonic(), self._pool.submit(self._sample, t_s, users)
         return fresh
 
     def states(self) -> tuple[GpuState, ...]:
         """Return the newest sample with the shares of the last minute, for the diagnosis."""
-        return self._newest.states
+        return self._states
 
     def silent_s(self) -> float | None:
         """Return the age of a request without an answer; None if there is none."""
-        return None if self._asked_at is None else time.monotonic() - self._asked_at
+        return None if self._asked is None else time.monotonic() - self._asked[0]
 
     def close(self) -> None:
         """End the thread once it is free; does not wait for the driver."""
-        self._requests.put(None)
+        self._pool.shutdown(wait=False)
 
     def _take(self) -> list[GpuRow]:
-        rows: list[GpuRow] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                answer = self._answers.get_nowait()
-                self._asked_at = None
-                if isinstance(answer, str):
-                    self.absent = answer
-                else:
-                    self._newest, rows = answer, answer.rows
-        return rows
-
-    def _serve(self) -> None:
-        """Run the thread: load NVML, then take one sample per request."""
+        if self._asked is None or not self._asked[1].done():
+            return []
+        answer, self._asked = self._asked[1], None
         try:
-            driver = _Driver(self.node)
-            while (request := self._requests.get()) is not None:
-                self._answers.put(driver.sample(*request))
+            return answer.result()
         except nvml.Unavailable as e:
-            self._answers.put(str(e))
+            self.absent = str(e)
         except Exception as e:
-            self._answers.put(f"reading them failed: {type(e).__name__}: {e}")
+            self.absent = f"reading them failed: {type(e).__name__}: {e}"
+        return []
+
+    def _sample(self, t_s: float, users: Users) -> list[GpuRow]:
+        """Take one sample, in the thread, which also loads NVML."""
+        if self._driver is None:
+            self._driver = _Driver(self.node)
+        rows, self._states = self._driver.sample(t_s, users)
+        return rows
 
 
 class _Driver:
@@ -143,10 +128,9 @@ class _Driver:
                 )
                 events = None  # one listener per card
 
-    def sample(self, t_s: float, users: Users) -> _Sample:
+    def sample(self, t_s: float, users: Users) -> tuple[list[GpuRow], tuple[GpuState, ...]]:
         rows = [self._row(t_s, card, users) for card in self.cards]
-        states = tuple(self._state(card, row) for card, row in zip(self.cards, rows, strict=True))
-        return _Sample(rows, states)
+        return rows, tuple(self._state(card, row) for card, row in zip(self.cards, rows, strict=True))
 
     def _row(self, t_s: float, card: _Card, users: Users) -> GpuRow:
         n = self.n

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from distdiag import files
-from distdiag.monitor.cluster import keys, server
+from distdiag.monitor.cluster import keys, messages, server
 from distdiag.monitor.cluster.messages import Ask, Profile
 from distdiag.monitor.cluster.transport import Transport
 from distdiag.monitor.evidence import profile_of_nodes, request_profile
@@ -65,7 +65,7 @@ def sent(of: Transport, data: bytes, to: Transport) -> int:
     assert of.client is not None and to.server is not None
     of.client.publish(data, 5)
     (found,) = wait_for(to.server.take, 10, "the state")
-    assert found.data == data
+    assert messages.unpack(found.packed) == data
     to.server.knows(found.node, 0, (1, 7))
     return found.node
 
