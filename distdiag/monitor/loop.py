@@ -310,6 +310,8 @@ class Monitor:
         changed = self.diagnosis.update(snapshot, final=over)
         if self.tape is not None:
             self.tape.take(snapshot, self.diagnosis, changed, final=over)
+            if over:
+                self.tape.close()
             if self.tape.failed is not None:
                 self.writer.event(snapshot.t_s, "monitor", "warning", self.tape.failed)
                 self.tape = None
@@ -406,8 +408,6 @@ class Monitor:
         """Write the last rows, print the summary, and free the pages' memory."""
         directories.note_ended(self.run_dir.parent if self.node else self.run_dir, self.node, sorted(self.views))
         now_s = self.now_s
-        if self.tape is not None:
-            self.tape.close()
         self.nodes.transport.close()
         self.writer.meta(ended_s=now_s)
         self.writer.commit()

@@ -73,8 +73,11 @@ class TapeWriter:
 
     def take(self, snapshot: Snapshot, diagnosis: Diagnosis, changed: list[Finding], final: bool) -> None:
         """Add a snapshot that the diagnosis has judged."""
+        self._guarded(lambda: self._take(snapshot, diagnosis, changed, final))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         try:
-            self._take(snapshot, diagnosis, changed, final)
+            work()
         except Exception as e:
             if in_own_tests():
                 raise
@@ -131,9 +134,8 @@ class TapeWriter:
 
     def close(self) -> None:
         """Write what was held back."""
-        for frame in self._held:
-            self._write_frame(frame)
-        self._held.clear()
+        while self._held:
+            self._guarded(lambda: self._write_frame(self._held.popleft()))
         self._close()
 
 

@@ -207,6 +207,15 @@ def test_a_host_that_was_named_is_reached_by_its_name(host: str, monkeypatch: py
     server.server_close()
 
 
+def test_a_failure_of_ours_is_reported_and_printed_nowhere(
+    served: MetricsServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prometheus, "text_of", lambda _: {}["rank"])
+    with pytest.raises(OSError, match="closed connection"):
+        get(served)
+    assert served.failure and "KeyError" in served.failure and capfd.readouterr() == ("", "")
+
+
 def test_connections_that_never_ask_do_not_keep_a_scraper_out(
     served: MetricsServer, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,6 +93,15 @@ def written(run: Path, snapshots: list[Snapshot], max_bytes: int = 8 << 20) -> D
     return diagnosis
 
 
+def test_a_failure_at_the_end_costs_the_tape_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = TapeWriter(tmp_path, 1 << 20)
+    writer.take(MOVING[0], Diagnosis(source=lambda _: None), [], final=False)
+    monkeypatch.delenv("DISTDIAG_RAISE", raising=False)
+    monkeypatch.setattr("distdiag.tapes.writer.difference", lambda *_: {}["x"])
+    writer.close()
+    assert "KeyError" in (writer.failed or "")
+
+
 def test_a_tape_has_every_snapshot_and_leads_to_the_same_findings(tmp_path: Path) -> None:
     live = written(tmp_path, WAITING + MOVING)
     tape = read_tape(tmp_path / NAME)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distdiag.errors import described
 from distdiag.monitor.cluster import keys
 from distdiag.monitor.cluster.client import Client
 from distdiag.monitor.cluster.messages import Ask
@@ -45,7 +46,12 @@ class Transport:
         mark, before = (found.st_mtime_ns, found.st_ino), self.client
         if mark != self._seen:
             self._seen = mark
-            self._failed = self._follow(node_files.read_peers(self.pages))
+            try:
+                self._failed = self._follow(node_files.read_peers(self.pages))
+            except (
+                Exception
+            ) as e:  # a pyzmq that cannot be loaded, no descriptor left: this node is judged without the others
+                self._failed = f"the exchange with other nodes failed ({described(e)})"
         return self.client is not before
 
     def _follow(self, peers: node_files.Peers | None) -> str | None:

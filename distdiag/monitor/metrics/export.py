@@ -83,6 +83,8 @@ class Exporters:
                 poll_s=time.monotonic() - began, cpu_s=time.process_time(),
                 probes=self._probes[1], memory_bytes=psutil.Process().memory_info().rss, database_bytes=size_of(database) or None,
             )  # fmt: skip
+        if self._server is not None and self._server.failure is not None:
+            self._fail(f"/metrics: {self._server.failure}")
         if self._otlp is not None and (first := self._otlp.failures.first) is not None:
             self._fail(f"OTLP: {first}")
 

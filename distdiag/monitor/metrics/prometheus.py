@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
+from distdiag.errors import described
 from distdiag.monitor.metrics.table import METRICS, Poll, Ranks
 
 CONNECTIONS = 8  # at a time; the oldest is closed for the next
@@ -62,6 +64,7 @@ class MetricsServer(ThreadingHTTPServer):
         self.named = address[0].lower()
         super().__init__(address, _Handler)
         self._latest = latest
+        self.failure: str | None = None  # the first of ours
         self._open: list[Any] = []  # sockets, oldest first
         self._open_lock, self._text_lock = threading.Lock(), threading.Lock()
         self._text: tuple[Poll | None, bytes] = (None, b"")
@@ -100,7 +103,10 @@ class MetricsServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing: stderr is the job's, and a scraper that goes away is no event."""
+        """Print nothing: stderr is the job's. A scraper that goes away is no event; what else fails is reported in run.db."""
+        error = sys.exception()
+        if self.failure is None and isinstance(error, Exception) and not isinstance(error, OSError):
+            self.failure = described(error)
 
 
 def _host(header: str) -> str:

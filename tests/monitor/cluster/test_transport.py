@@ -60,6 +60,18 @@ def other(tmp_path: Path, node: int, own: Own) -> Transport:
     return t
 
 
+def test_a_pyzmq_that_cannot_be_loaded_costs_no_verdict_on_this_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> str:
+        raise ImportError("libzmq.so.5: cannot open shared object file")
+
+    monkeypatch.setattr(keys, "refusal", broken)
+    node_files.write(pages(tmp_path, 0), Peers(keys={1: "k" * 40}))
+    t = Transport(pages(tmp_path, 0), 0, dump)
+    assert t.poll() is False and "libzmq.so.5" in (t.failed or "")
+
+
 def sent(of: Transport, data: bytes, to: Transport) -> int:
     """Send a state; return the node that it came from."""
     assert of.client is not None and to.server is not None
