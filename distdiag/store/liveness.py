@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from collections.abc import Mapping
 from enum import StrEnum
@@ -13,9 +12,9 @@ from pathlib import Path
 from distdiag import files
 from distdiag.terms.untrusted import MAX_INT, visible
 
-# A monitor without a heartbeat for this long counts as gone; GONE_S applies if its process is not visible. It beats once a second,
-# or every eight seconds if all cores are busy and no reader is open.
-SILENT_S, GONE_S = 13.0, 10.0
+# A monitor without a heartbeat for this long counts as gone. It beats once a second, or every eight seconds if all cores are busy
+# and no reader is open. That its process cannot be seen proves nothing: containers have their own process numbers.
+SILENT_S = 13.0
 MONITOR_LOG = "monitor.log"  # in the run's directory: the traceback of a monitor that failed
 LOG_BYTES = 4096  # of its end are read
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]{0,99}(Error|Exception)\b")
@@ -30,13 +29,11 @@ class Monitor(StrEnum):
 
 
 def monitor_of(meta: Mapping[str, str | None]) -> Monitor:
-    """Return whether the run is still being written: by the recorded end, else by heartbeat and process."""
+    """Return whether the run is still being written: by the recorded end, else by its heartbeat."""
     if meta.get("monitor_ended") == "1" or meta.get("ended_s") is not None:
         return Monitor.ENDED
     age = heartbeat_age_s(meta)
-    # a missing process alone proves nothing: containers have their own process numbers
-    limit = GONE_S if _process_gone(meta) else SILENT_S
-    return Monitor.GONE if age is None or age > limit else Monitor.LIVE
+    return Monitor.GONE if age is None or age > SILENT_S else Monitor.LIVE
 
 
 def heartbeat_age_s(meta: Mapping[str, str | None]) -> float | None:
@@ -64,16 +61,3 @@ def number(text: str | None) -> float | None:
     except ValueError:
         return None
     return value if value is not None and abs(value) < MAX_INT else None
-
-
-def _process_gone(meta: Mapping[str, str | None]) -> bool:
-    pid = number(meta.get("monitor_pid"))
-    if pid is None or meta.get("monitor_host") != socket.gethostname():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError):
-        pass
-    return False

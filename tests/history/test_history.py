@@ -208,7 +208,7 @@ def test_own_questions_are_asked_with_sql(fleet: Path, capsys: pytest.CaptureFix
 def test_sql_reaches_nothing_but_the_rows(
     fleet: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], sql: str
 ) -> None:
-    code, out, err = run(capsys, fleet, "--sql", sql.format(out=tmp_path / "out"))
+    code, out, err = run(capsys, fleet / "run-003", "--sql", sql.format(out=tmp_path / "out"))
     assert code == 2 and out == "" and len(err.splitlines()) == 2, (out, err)
     assert list(tmp_path.iterdir()) == []
 
@@ -218,11 +218,11 @@ def test_sql_has_limits_on_time_and_rows(
 ) -> None:
     monkeypatch.setattr("distdiag.cli.history.LIMIT_S", 0.3)
     endless = "SELECT count(*) FROM range(1000000000) a, range(1000000000) b"
-    code, _, err = run(capsys, fleet, "--sql", endless)
+    code, _, err = run(capsys, fleet / "run-003", "--sql", endless)
     assert code == 5 and "longer than 0.3 s" in err
     monkeypatch.setattr("distdiag.cli.history.LIMIT_S", 30.0)
     monkeypatch.setattr("distdiag.cli.history.MOST_ROWS", 10)
-    code, out, err = run(capsys, fleet, "--sql", "SELECT * FROM range(1000)")
+    code, out, err = run(capsys, fleet / "run-003", "--sql", "SELECT * FROM range(1000)")
     assert code == 0 and len(out.splitlines()) == 11 and "the first 10 rows" in err
 
 
@@ -252,7 +252,7 @@ def test_the_name_of_a_parquet_file_is_no_pattern(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a[b]*'.parquet", "ab1.parquet"):
-        assert run(capsys, fleet, "--parquet", Path(name))[0] == 0
+        assert run(capsys, fleet / "run-003", "--parquet", Path(name))[0] == 0
     one, both = (run(capsys, *names, "--output-format", "json")[1] for names in (["a[b]*'.parquet"], ["ab1.parquet"]))
     assert json.loads(one)["rows"] == json.loads(both)["rows"]
     os.mkfifo("pipe.parquet")

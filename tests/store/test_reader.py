@@ -152,7 +152,7 @@ def test_readers_see_a_live_writer_and_its_death(tmp_path: Path, monkeypatch: py
             assert run.monitor() is Monitor.LIVE
             process.kill()
             process.wait()
-            monkeypatch.setattr(liveness, "GONE_S", 1.0)
+            monkeypatch.setattr(liveness, "SILENT_S", 1.0)
             frame = run.latest_frame()  # committed rows survive the writer
             assert frame is not None and frame.ranks[0].step == 1
             deadline = time.monotonic() + 20
