@@ -102,7 +102,7 @@ def _print_findings(report: Report, colour: bool, width: int) -> None:
 
 
 def notes_on_latest(path: Path) -> Iterator[str]:
-    """Yield what `latest` is not: a newer launch without a rank, and other runs here that are not over.
+    """Yield which other runs next to `latest` are not over.
 
     Two jobs may share a working directory.
     """
@@ -112,8 +112,6 @@ def notes_on_latest(path: Path) -> Iterator[str]:
     from distdiag.store.opening import RunUnreadable
     from distdiag.store.reader import open_run
 
-    if (newer := rundir.newer_launch(path)) is not None:
-        yield printable(newer[1])
     for other in rundir.other_runs(path):
         with suppress(RunUnreadable), open_run(other) as run:
             if monitor_of(run.meta) is Monitor.LIVE:

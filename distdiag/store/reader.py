@@ -296,4 +296,6 @@ def open_run(path: Path | str, kind: type[_Kind] = Run) -> _Kind:
             raise
     except sqlite3.Error as e:
         raise unreadable(e, path, database) from e
+    if path.is_symlink() and (newer := rundir.newer_launch(path)) is not None:
+        note = "; ".join(filter(None, (note, newer[1])))
     return kind(path, database, con, note)

@@ -184,7 +184,7 @@ def newer_launch(latest: Path) -> tuple[Path, str] | None:
         return None
     if (reason := failed_launch(path)) is not None:
         return path, f"a newer launch failed before any rank started: {reason}"
-    name = _DEFAULT_NAME.sub("", path.name)
+    name = visible(_DEFAULT_NAME.sub("", path.name))
     if time.time() - _changed(path) < STARTING_S:
         return path, f"a newer launch ({name}) has not reported yet"
     return path, f"a newer launch ({name}) recorded no rank: it joined no process group, or ended before"

@@ -228,8 +228,8 @@ def test_a_launch_that_started_no_rank_is_reported_instead_of_the_run_before_it(
     ]
     assert main(["report", "--format", "text", "-o", "-"]) == ExitCode.OK  # of the last run that there is
     out, err = capsys.readouterr()
-    assert "20250101-120000-train" in out
-    assert err == "note: a newer launch failed before any rank started: RuntimeError: port in use\n"
+    assert "20250101-120000-train" in out and err == ""
+    assert "note: a newer launch failed before any rank started: RuntimeError: port in use" in unwrapped(out)
 
 
 @pytest.mark.parametrize("command", [["diagnose"], ["report"], ["compare", "reports/latest", "reports/latest"]])
@@ -260,7 +260,9 @@ def test_the_latest_run_is_named_by_its_directory_and_a_newer_launch_is_noted(
     os.utime(newer, (time.time() - 3600,) * 2)  # a script that started no process group, an hour ago
     for command in (["diagnose"], ["report", "--format", "text", "-o", "-"]):
         main(command)
-        assert "note: a newer launch (train_slow) recorded no rank" in unwrapped("".join(capsys.readouterr()))
+        assert unwrapped("".join(capsys.readouterr())).count("a newer launch (train_slow) recorded no rank") == 1, (
+            command
+        )
     main(["diagnose", str(run)])
     assert "newer launch" not in capsys.readouterr().out
 
