@@ -87,8 +87,8 @@ BROADCASTS = """
     main()
 """  # the job of docs/howto/gone.md
 PHASES = ("forward", "hang", "growing", "steps")
-# Each phase is killed and evicted once, and the hang twice: before and after it is explained. AUTOPSY_SEEDS=20 tests the first 20.
-SEEDS = range(int(os.environ.get("AUTOPSY_SEEDS", "0"))) or (0, 1, 3, 4, 5, 9, 14, 18, 19)
+# Each phase once, the hang before and after it is explained; two are evicted. AUTOPSY_SEEDS=20 tests the first 20.
+SEEDS = range(int(os.environ.get("AUTOPSY_SEEDS", "0"))) or (0, 1, 3, 5, 9, 14)
 _TEXT = textwrap.dedent(JOB).splitlines()
 COMPUTES = {_TEXT.index("def compute(seconds):") + n for n in (2, 3, 4)}  # called by A and B
 LINES = {m[1]: n for n, line in enumerate(_TEXT, 1) if (m := re.search(r"# ([A-H])$", line))}

@@ -72,9 +72,9 @@ def deadlock(cluster: Cluster) -> dict[str, Any] | None:
     return next((f for f in cluster.findings() if f["kind"] == "deadlock"), None)
 
 
-@pytest.mark.parametrize("n", [2, 4])
-def test_a_deadlock_over_nodes_without_a_shared_directory(n: int, tmp_path: Path, script: Path, hang: Path) -> None:
-    with Cluster(tmp_path, n, {1: 1000}) as cluster, cluster.job(script, fork_ranks=n > 2) as jobs:
+def test_a_deadlock_over_nodes_without_a_shared_directory(tmp_path: Path, script: Path, hang: Path) -> None:
+    n = 4
+    with Cluster(tmp_path, n, {1: 1000}) as cluster, cluster.job(script, fork_ranks=True) as jobs:
         all_heard(cluster, jobs, n)
         assert [f for f in cluster.findings() if f["severity"] != "info"] == []
         hang.touch()
@@ -257,9 +257,8 @@ def test_a_slow_link_shows_in_the_live_run_as_time_that_all_ranks_communicate(tm
             assert not [f for f in cluster.findings() if f["severity"] == "error"]
 
 
-@pytest.mark.parametrize("full", [0, 1])
-def test_a_full_disk_of_one_node_costs_no_verdict(full: int, tmp_path: Path, script: Path, hang: Path) -> None:
-    place = tmp_path / f"node_{full}"
+def test_a_full_disk_of_node_0_costs_no_verdict(tmp_path: Path, script: Path, hang: Path) -> None:
+    place = tmp_path / "node_0"
     place.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", place], capture_output=True, text=True)
     if mounted.returncode:
@@ -275,7 +274,6 @@ def test_a_full_disk_of_one_node_costs_no_verdict(full: int, tmp_path: Path, scr
 
             time.sleep(3)
             hang.touch()
-            # node 0 names it meanwhile, whichever disk is full
             wait_for(lambda: "deadlock/missing_rank" in jobs[0].stderr(), 40, "the verdict", jobs[0])
             assert all(job.process.poll() is None for job in jobs)
             filling.unlink()
@@ -285,7 +283,6 @@ def test_a_full_disk_of_one_node_costs_no_verdict(full: int, tmp_path: Path, scr
             def noted() -> bool:
                 return any((f["kind"], f["cause"]) == ("recorder", "disk_full") for f in cluster.findings())
 
-            if full == 0:  # the other node writes less: the room that its database has may last
-                wait_for(noted, 40, "the full disk in the run of node 0", jobs[0])
+            wait_for(noted, 40, "the full disk in the run of node 0", jobs[0])
     finally:
         subprocess.run(["umount", "-l", place], check=False)
