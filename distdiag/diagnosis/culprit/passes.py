@@ -69,14 +69,17 @@ def skipped(case: Case) -> Testimony | None:
         f"forwards, {model.synced_backwards:,} backwards)"
     )
     head = f"rank {rank} skipped {'a backward' if missing == 1 else f'{missing:,} backwards'}"
-    return Testimony(
-        ranks=(rank,),
-        text=text,
-        head=head + (f", and caught {caught}" if caught else ""),
-        conditions=tuple(_way_out(states[rank], model.forwards, model.synced_backwards, case.source)),
-        advice=f"run the backward of every forward on rank {rank}, too ({NO_WEIGHT}, if the batch is not to count), or skip "
-        "the batch on all ranks together",
-    )
+    way_out = tuple(_way_out(states[rank], model.forwards, model.synced_backwards, case.source))
+    advice = f"run the backward of every forward on rank {rank}, too ({NO_WEIGHT}, if the batch is not to count), or skip the batch on all ranks together"
+    if caught and all(
+        condition.text.startswith("except") for condition in way_out
+    ):  # a forward that failed has no backward
+        advice = (
+            f"fix what raised {caught} on rank {rank}; where a pass may fail, let all ranks agree on that before they go on "
+            "(all_reduce a flag), and skip the batch together"
+        )
+    caught = f", and caught {caught}" if caught else ""
+    return Testimony(ranks=(rank,), text=text, head=head + caught, conditions=way_out, advice=advice)
 
 
 def accumulated(case: Case) -> Testimony | None:
