@@ -42,9 +42,9 @@ def left_open(facts: Facts, r: RankState) -> Open | None:
 
 
 def ended_thread(states: Iterable[RankState]) -> str:
-    """Return `; a thread of rank 2 had ended by OSError: …, raised at a.py:7`, the newest of these ranks; empty if none had."""
+    """Return `a thread of rank 2 had ended by OSError: …, raised at a.py:7; `, the newest of these ranks; empty if none had."""
     found = [(x.t_s or 0.0, r.rank, x) for r in states for x in r.samples if x.kind == "thread_ended"]
     if not found:
         return ""
     _, rank, sample = max(found, key=lambda item: item[:2])
-    return f"; a thread of rank {rank} had ended by {shortened(sample.name, SHOWN)}, raised{at(sample.site)}"
+    return f"a thread of rank {rank} had ended by {shortened(sample.name, SHOWN)}, raised{at(sample.site)}; "

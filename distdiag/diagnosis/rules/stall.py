@@ -420,10 +420,10 @@ def _unset(facts: Facts, waited_s: float) -> Severity | None:
 
 _WAIT_OF = "{victims:#} of {world} ranks wait"
 _warning = partial(Template, kind, severity=Severity.WARNING)
-_MISSES, _DOING = "{missing}{size}{implicit}", "{does}{loop}{worker}{open}{handling}{died}"
+_MISSES, _DOING = "{missing}{size}{implicit}", "{does}{loop}{worker}{open}{handling}{gone}"
 _WAITED = "{victims} {victims:has|have} waited {waited_s:time}{usual}"
-STALL = _warning("user_code", f"{{left}}{_MISSES}; {_DOING}; {_WAITED}", "{cost}", "{do}")
-AT_LINE = _warning("user_code", f"{_DOING}; {_MISSES}; {_WAITED}", "{cost}", "{do}")
+STALL = _warning("user_code", f"{{died}}{{left}}{_MISSES}; {_DOING}; {_WAITED}", "{cost}", "{do}")
+AT_LINE = _warning("user_code", f"{{died}}{_DOING}; {_MISSES}; {_WAITED}", "{cost}", "{do}")
 TRAINS_ON = _warning("user_code",
     "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
     "{victims}, {victims:which has|which have} waited {waited_s:time}", _WAIT_OF,
@@ -446,7 +446,7 @@ KEY_LEFT_OUT = _warning("user_code",
     "waits for '{own}'{at_own}; no rank has moved for {still_s:time}", NO_PROGRESS,
     "see what led {culprits} past that line: {why}; set the key on that path, too, or let the error end the rank, and give the waits a timeout")  # fmt: skip
 NEVER_JOINED = _warning("user_code",
-    "{culprits} {culprits:has|have} not entered {opened}{at_opened}, which {victims} {victims:has|have} in flight{died}; {each} {does}, "
+    "{died}{culprits} {culprits:has|have} not entered {opened}{at_opened}, which {victims} {victims:has|have} in flight; {each} {does}, "
     "and {culprits} {culprits:waits|wait} for {victims:it|them} in {call}{at_call}{implicit} for {waited_s:time}", NO_PROGRESS,
     "{do}")  # fmt: skip
 _DO_DUMP = (
@@ -510,14 +510,15 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     workers = workers_of(s.ranks, ranks) if doing == "data" else ()
     threads = doing in ("lock", "queue", "worker")
     gone = _dead_child(r) if threads or doing in ("socket", "process", "data") else ""
+    died = ended_thread([r]) if threads and not gone else ""
     opened = left_open(facts, r) if threads else None
     if opened and (found := _never_joined(facts, late, opened, _DOES[doing])):
         return found
     do = _of_loader(facts, r, workers) if doing == "data" else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
     doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
-    imports = _import(facts, r)
-    otherwise = _DO_IMPORT if imports and doing == "worker" else _DO.get(do, _DO[""])
+    otherwise = _DO_IMPORT if doing == "worker" and _import(facts, r) else _DO.get(do, _DO[""])
+    otherwise = filled(_DO_DIED, ranks=ranks) if died else otherwise
     advice = _open_advice(r, opened) if opened else _DO_GONE if gone else otherwise
     victims = sorted({v for x in late for v in x.victims})
     key, for_file = doing == "store_key", polled is not None and "exists" in polled[0]
@@ -535,9 +536,8 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
             advice += f", at `{why[0]}`{at(why[1])}" if why is not None else ""
     # of a message each rank makes another half: which it has left out is not known
     left = [] if call.p2p else paths.left_loop(r.user_stack, victim.user_stack, facts.source)
-    if left:
-        advice = decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT
-    fed, does = _of_queue(facts, r, victims) if doing in ("socket", "queue", "lock") else ("", "")
+    advice = (decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT) if left else advice
+    fed, does = _of_queue(facts, r, victims) if doing in ("socket", "queue", "lock") and not died else ("", "")
     advice, does = fed or advice, does or keys_text(states, others)
     at_line = r.current_site is not None and not left and not does  # the line is what a person looks for
     return (AT_LINE if at_line else STALL)(
@@ -548,10 +548,10 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank, at_line),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=does or f"{_subject(ranks, at_line)} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
-        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else imports,
+        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else _import(facts, r),
         worker=worker_text(r) if doing == "data" else "",
         open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
-        died=gone or (ended_thread([r]) if threads else ""),
+        died=died, gone=gone,
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(r.longest_delay_s)})" if r.longest_delay_s > 0.5 else "",

@@ -308,10 +308,14 @@ def test_a_rank_whose_thread_ended_is_to_blame_for_the_threads_that_wait_for_it(
     assert found((0,)).culprits == (0,), "one against one: either may be wrong"
     error = Sample(kind="thread_ended", step=8, value=0.0, name="OSError: no space left", site=Site("/t.py", 5, "dump"))
     f = found((0,), (error,))
-    assert (
-        f.culprits == (1,)
-        and "a thread of rank 1 had ended by OSError: no space left, raised at t.py:5 in dump" in f.message
+    assert f.culprits == (1,)
+    assert f.message.startswith(
+        "a thread of rank 1 had ended by OSError: no space left, raised at t.py:5 in dump; rank 1 "
     )
+    fed = waits_for_rank_one(80.0, 100.0, activity="queue", samples=(error,))
+    f = only(findings(fed, rank_lost, stall))
+    assert f.culprits == (1,) and f.message.startswith("a thread of rank 1 had ended by OSError: no space left, ")
+    assert f.advice.startswith("fix that error on rank 1; let a thread that fails end its rank")
 
 
 @pytest.mark.parametrize(("waited_s", "severity"), [(9.0, "warning"), (25.0, "error")])
