@@ -21,9 +21,9 @@ def texts(source: str) -> list[str]:
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        ("if a:\n    f()\nelif b:\n    g()  # A", ["HOLDS if a", "HOLDS elif b"]),
+        ("if a:\n    f()\nelif b:\n    g()  # A", ["HOLDS if a … else", "HOLDS elif b"]),
         ("if a:\n    return\ng()  # A", ["PASSED if a"]),
-        ("if a:\n    f()\nelse:\n    raise E\ng()  # A", ["PASSED if a"]),
+        ("if a:\n    f()\nelse:\n    raise E\ng()  # A", ["PASSED if a … else"]),
         ("with lock:\n    if a:\n        os._exit(1)\ng()  # A", ["PASSED if a"]),
         ("for x in xs:\n    if a:\n        continue\n    g()  # A", ["INSIDE for x in xs", "PASSED if a"]),
         ("for x in xs:\n    if a:\n        break\ng()  # A", ["ENDED for x in xs"]),
@@ -39,8 +39,15 @@ def texts(source: str) -> list[str]:
         ("try:\n    f()\nexcept E:\n    pass\nelse:\n    g()  # A", ["PASSED except E"]),
         ("try:\n    f()\nexcept E:\n    pass\nfinally:\n    g()  # A", []),
         ("with suppress(E):\n    g()  # A", ["PASSED with suppress(E)"]),
-        ("match a:\n    case 1:\n        f()\n    case _:\n        g()  # A", ["HOLDS case _"]),
-        ("match a:\n    case 1:\n        return\ng()  # A", ["PASSED case 1"]),
+        ("match a:\n    case 1:\n        f()\n    case _:\n        g()  # A", ["HOLDS match a: case _"]),
+        ("match a:\n    case 1:\n        return\ng()  # A", ["PASSED match a: case 1"]),
+        ("if a:\n    f()\nelse:\n    g()  # A", ["HOLDS if a … else"]),
+        ("if a:\n    f()\nelif (b\n      and c):\n    g()  # A", ["HOLDS if a … else", "HOLDS elif b and c"]),
+        ("while (\n    a  # first\n    and b\n):\n    g()  # A", ["INSIDE while a and b"]),
+        ("for x in zip(\n    a,\n    b,\n):\n    g()  # A", ["INSIDE for x in zip(a, b)"]),
+        ("x = f() if a else g(1)  # A", []),
+        ("x = None if a else g()  # A", ["HOLDS if a … else"]),
+        ("for x in xs:\n    if a:\n        break\nelse:\n    g()  # A", ["ENDED for x in xs", "PASSED if a"]),
         ("x = g() if a else None  # A", ["HOLDS if a"]),
         ("x = a and g()  # A", ["HOLDS a and …"]),
         ("x = [g(y) for y in ys if a]  # A", ["REPEATED x = [g(y) for y in ys if a]", "HOLDS if a"]),
@@ -56,6 +63,12 @@ def test_guards_are_the_branches_that_a_line_needs(body: str, expected: list[str
     """The `if` around the function's definition is none of them."""
     source = "if __name__:\n    def f():\n" + textwrap.indent(body, " " * 8)
     assert texts(source) == expected
+
+
+def test_lines_are_those_that_python_counts() -> None:
+    text = "x = 1\n\f\nif a:  # no line of its own\r    g()\r\n"
+    (guard,) = guards.on_stack([Site(FILE, 4)], {FILE: text}.get)
+    assert (guard.line, guard.text) == (3, "if a")
 
 
 DEEP = "if a:\n" + "".join(f"{' ' * i}if a:\n" for i in range(1, 90)) + " " * 90 + "g()  # A\n"

@@ -718,3 +718,56 @@ def test_a_condition_in_a_function_that_the_others_may_never_have_run_is_not_nam
     """)
     mine, theirs = [Site(FILE, at["A"], "norms"), Site(FILE, at["B"], "run")], [Site(FILE, at["C"], "run")]
     assert [c.text for c in conditions_between(mine, theirs, {FILE: source}.get, Pair(alone=alone))] == texts
+
+
+CACHED = """
+    @{decorator}
+    def vocabulary(name):
+        if not name:
+            return None
+        all_gather(name)  # A
+
+    def main(rank):
+        for batch in loader:
+            if {test}:
+                vocabulary(batch.name)  # B
+            all_reduce(batch)  # C
+"""
+
+
+@pytest.mark.parametrize(
+    ("decorator", "test", "text"),
+    [
+        ("functools.lru_cache(maxsize=None)", "batch", "@functools.lru_cache(maxsize=None)"),
+        ("cache", "batch", "@cache"),
+        ("cache", "rank == 0", "if rank == 0"),
+        ("torch.no_grad()", "batch", "if not name"),
+    ],
+)
+def test_kept_results_come_before_other_conditions_but_not_before_the_rank(
+    decorator: str, test: str, text: str
+) -> None:
+    source, at = places(CACHED.format(decorator=decorator, test=test))
+    inside, after = [Site(FILE, at["A"], "vocabulary"), Site(FILE, at["B"], "main")], [Site(FILE, at["C"], "main")]
+    skipped = conditions_between(after, inside, {FILE: source}.get)[0]
+    assert (skipped.text, skipped.way) == (text, Way.SKIPPED)
+    assert conditions_between(inside, after, {FILE: source}.get)[0].way is Way.ALONE
+
+
+def test_a_rank_that_went_past_the_way_out_of_the_others_is_told_from_one_under_a_condition() -> None:
+    text, at = places(STEP)
+    forward, backward = ([Site(FILE, at[m], "train_step")] for m in "AB")
+    (left,), (past,) = (
+        conditions_between(*stacks, {FILE: text}.get) for stacks in ((forward, backward), (backward, forward))
+    )
+    assert (left.way, left.past, past.way, past.past) == (Way.SKIPPED, False, Way.ALONE, True)
+
+
+def test_the_class_of_gpus_is_equal_on_all_ranks() -> None:
+    text = """
+    def main():
+        if torch.cuda.is_available():
+            all_reduce(x)  # A
+        barrier()  # B
+    """
+    assert part(text, [("A", "main")], [("B", "main")]) == []

@@ -624,3 +624,34 @@ def test_no_condition_is_blamed_for_what_a_finaliser_does_on_some_ranks_only() -
     kept = rank(2, call("all_reduce", 9, outer), calls=tuple(made), sites=sites, user_stack=(outer,))
     f = only(snapshot(*freed, kept), source={FILE: text}.get)
     assert (f.kind, f.culprits) == ("deadlock", (2,)) and "self.closed" not in f.message + str(f.advice)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_collective_in_a_function_whose_results_are_kept_is_named(ranks: int) -> None:
+    """Rank 0 has the result, and is in the next call; of two ranks nobody is to blame."""
+    text, at = places("""
+        @functools.lru_cache
+        def total(name):
+            return all_gather(name)  # A
+
+        def main():
+            for batch in loader:
+                total(batch.name)  # B
+                all_reduce(batch)  # C
+    """)
+    here, caller, after = (Site(FILE, at[m], f) for m, f in (("A", "total"), ("B", "main"), ("C", "main")))
+    sites = {key(here): 4, key(after): 8}
+    s = snapshot(
+        rank(0, call("all_reduce", 90, after), sites=sites, user_stack=(after,), step=8),
+        *(
+            rank(q, call("all_gather", 90, here), sites=sites, user_stack=(here, caller), step=8)
+            for q in range(1, ranks)
+        ),
+    )
+    f = only(s, source={FILE: text}.get)
+    assert f.culprits == ((0,) if ranks == 3 else ())
+    assert "`@functools.lru_cache` (" in f.message and "around  " not in f.advice
+    assert "outside of the function whose results `@functools.lru_cache` at line 1 keeps" in f.advice
+    if ranks == 3:
+        assert f.message.startswith("rank 0 skipped all_gather (train.py:3): `@functools.lru_cache` (line 1); ")
+        assert f.advice.startswith("make all_gather at train.py:3 outside")

@@ -145,7 +145,7 @@ EXPRESSION = """
     ("line", "condition"),
     [
         ("score = evaluate(model) if accelerator.is_main_process else None", "if accelerator.is_main_process"),
-        ("score = None if rank != 0 else evaluate(model)", "if rank != 0"),
+        ("score = None if rank != 0 else evaluate(model)", "if rank != 0 … else"),
         ("score = rank == 0 and evaluate(model)", "rank == 0 and …"),
         ("score = evaluate(model) if epoch else None", None),
         ("score = evaluate(model) if rank == 0 else evaluate(other)", None),
@@ -334,7 +334,9 @@ def test_an_early_return_blames_the_rank_that_its_condition_names(guard: str, cu
         assert f.message.startswith(f"rank 1 skipped all_reduce (train.py:4): `{guard.removesuffix(':')}` (line 2); ")
         assert f.advice.endswith(f"on all ranks or on none: {guarded} leads rank 1 past it")
     else:
-        assert f.message.startswith("only rank 0 made ") and f": `{guard.removesuffix(':')}` (line 2); " in f.message
+        assert (
+            f.message.startswith("only rank 0 made ") and f", past `{guard.removesuffix(':')}` (line 2); " in f.message
+        )
         assert f.advice.endswith(f"on all ranks or on none: {guarded} keeps it to rank 0")
 
 

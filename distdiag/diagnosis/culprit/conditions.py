@@ -44,7 +44,9 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     apart = first is not None and second is not None and first.key != second.key
     first_one = f"`{found[0].text}` at line {found[0].line}"
     advice = f"find on which rank {first_one} had the wrong result, or let all ranks decide together (all_reduce what it tests)"
-    if found[0].text.startswith("except"):
+    if found[0].keeps_results:
+        advice = decision_advice(found[0], ())
+    elif found[0].text.startswith("except"):
         advice = (
             f"find which rank caught an exception there ({first_one}: log it with its traceback), and let all ranks agree on the "
             "failure before they go on (all_reduce a flag)"

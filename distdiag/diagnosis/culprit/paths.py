@@ -42,14 +42,21 @@ class Condition(NamedTuple):
     text: str
     way: Way = Way.ALONE
     on_rank: bool = False  # it tests the rank
+    past: bool = False  # it led the others away, where these ranks went on
 
     @property
     def site(self) -> Site:
         return Site(self.file, self.line)
 
+    @property
+    def keeps_results(self) -> bool:
+        """True for a decorator by which a rank that has the result does not run the function."""
+        return self.text.startswith("@") and not self.on_rank
+
 
 def _condition(guard: Guard, way: Way) -> Condition:
-    return Condition(guard.site.file, guard.line, guard.text, way, guard.on_rank)
+    past = guard.kind is GuardKind.PASSED and way in (Way.ALONE, Way.STAYED)
+    return Condition(guard.site.file, guard.line, guard.text, way, guard.on_rank, past)
 
 
 class _Path(NamedTuple):
@@ -167,9 +174,13 @@ def conditions_between(
         *zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False),
         (Way.SKIPPED, rounds), (Way.ROUND, [g for loop in even for g in loop.ways_out(ast.Continue)]),
     ]  # fmt: skip
-    # no two ranks read the same time, so a test of a clock comes first
-    clocked = [(way, [g for g in sort if rank_tests.reads_clock(g.test, g.source)]) for way, sort in tries]
-    for way, sort in (*clocked, *tries):
+    # no two ranks read the same time, so a test of a clock comes first; so do kept results, unless a test of the rank leads there
+    by_rank = any(g.on_rank for g in (*path.own, *their_path.own))
+
+    def first(g: Guard) -> bool:
+        return (g.caches and not by_rank) or rank_tests.reads_clock(g.test, g.source)
+
+    for way, sort in (*((way, [*filter(first, sort)]) for way, sort in tries), *tries):
         found = [g for g in sort if g.can_differ(alive) and not (pair.changed and g.is_fixed)]
         if found and found[0].kind is GuardKind.INSIDE:
             found = found[:1]  # the outermost of nested loops

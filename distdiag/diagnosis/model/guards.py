@@ -29,6 +29,7 @@ from distdiag.diagnosis.model.syntax import (
     way,
 )
 
+ELSE = " … else"  # ends the text of a condition whose other branch is meant
 _EXITS = (ast.Return, ast.Break, ast.Continue, ast.Raise)
 _Node = ast.stmt | ast.expr | ast.ExceptHandler | ast.match_case
 
@@ -81,13 +82,31 @@ class Guard(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The condition as in the program: a statement's line without its colon, or what an expression tests."""
-        if isinstance(self.node, ast.BoolOp) and self.test is not None:
-            return f"{ast.get_source_segment(self.source, self.test)} {'and' if isinstance(self.node.op, ast.And) else 'or'} …"
-        holds = self.kind is GuardKind.HOLDS and isinstance(self.node, (ast.expr, ast.With, ast.AsyncWith))
-        if holds and self.test is not None and self.test is not self.node:
-            return f"if {ast.get_source_segment(self.source, self.test)}"
-        return code_of_line(self.source, self.line).removesuffix(":")
+        """The condition as in the program, on one line and without its colon; of the branch without it `if x … else`."""
+        node, test, line = self.node, self.test, code_of_line(self.source, self.line).removesuffix(":")
+        several = test is not None and (test.end_lineno or 0) > self.line  # lines
+
+        def asked() -> str:
+            assert test is not None
+            return ast.unparse(test) if several else ast.get_source_segment(self.source, test) or ""
+
+        match node:
+            case ast.BoolOp():
+                line = f"{asked()} {'and' if isinstance(node.op, ast.And) else 'or'} …"
+            case ast.match_case():
+                line = f"match {asked()}: {line}"
+            case ast.While() | ast.If() if several:
+                line = f"{'while' if isinstance(node, ast.While) else 'elif' if line.startswith('elif') else 'if'} {asked()}"
+            case ast.For() | ast.AsyncFor() if several:
+                line = f"for {ast.unparse(node.target)} in {asked()}"
+            case ast.expr() | ast.With() | ast.AsyncWith() if self.kind is GuardKind.HOLDS and test is not node:
+                line = f"if {asked()}"
+        return line + ELSE if self.branch == "orelse" else line
+
+    @property
+    def caches(self) -> bool:
+        """True for a decorator that keeps the results of its function: a rank that has the result does not run it."""
+        return self.branch == "decorator" and syntax.keeps_results(self.node)
 
     @property
     def place(self) -> Site:
@@ -114,7 +133,7 @@ class Guard(NamedTuple):
         """True if it can have another result on another rank; a rank that is alive has not ended its process."""
         equal = rank_tests.constants(self.source)
         if self.branch == "decorator":
-            return self.on_rank
+            return self.on_rank or self.caches
         if isinstance(self.node, LOOPS):
             return rank_tests.can_end_unevenly(self.node, equal)
         return not (alive and exits_process(self.way_out)) and rank_tests.can_differ(self.test, equal)
@@ -215,6 +234,9 @@ def _around(step: Step, line: int, callee: str) -> Iterator[Guard]:
             yield Guard(GuardKind.HOLDS, owner, step.field, owner.test)
         case ast.For() | ast.AsyncFor() | ast.While():
             yield _loop(GuardKind.INSIDE if step.field == "body" else GuardKind.ENDED, owner)
+            if step.field == "orelse":  # a `break` skips it
+                breaks = (guard for way_out, guard in exits(owner.body) if isinstance(way_out, ast.Break))
+                yield from (guard._replace(way_out=None) for guard in breaks if guard is not None)
         case ast.Try() if step.field in ("body", "orelse"):
             for handler in owner.handlers:
                 if not isinstance(handler.body[-1], ast.Raise) and not exits_process(handler.body[-1]):
@@ -285,8 +307,10 @@ _OPPOSITE = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.Lt: ast.GtE, ast.Gt: ast.
 
 def _opposed(tree: ast.Module, guard: Guard, line: int) -> bool:
     """True if another `if` of the function with the opposite test makes the same call: `main_process_first` has a barrier for either."""
+    if guard.kind is not GuardKind.HOLDS or not isinstance(guard.node, ast.If):
+        return False
     around, node = syntax.function(tree, line), syntax.statement(tree, line)
-    if guard.kind is not GuardKind.HOLDS or not isinstance(guard.node, ast.If) or around is None or node is None:
+    if around is None or node is None:
         return False
     test, called = guard.node.test, _called_in(node)
     tests = (x for x in ast.walk(around) if isinstance(x, ast.If))

@@ -22,7 +22,7 @@ _SIZES = {"len", "sum", "numel", "size", "count", "nelement"}
 CLOCKS = {"time", "monotonic", "perf_counter", "now"}
 # functions and values that are equal on all ranks of a job
 _SAME = {
-    "dist", "torch", "distributed", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
+    "dist", "torch", "distributed", "cuda", "is_initialized", "is_available", "is_torchelastic_launched", "get_world_size", "world_size",
     "world", "num_replicas", "self", "len", "range", "enumerate",
 }  # fmt: skip
 # containers of submodules, and what a module lists: the ranks of a job build the same module

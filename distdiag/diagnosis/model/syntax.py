@@ -23,6 +23,7 @@ MAX_TEXT = 1 << 20  # characters of a file; a longer one is not read
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.ClassDef)
+_CACHES = {"cache", "cached", "cached_property", "lru_cache", "memoize"}
 
 
 @lru_cache(16)
@@ -106,7 +107,7 @@ def name_of(node: ast.AST | None) -> str:
 
 def code_of_line(text: str, line: int) -> str:
     """Return a line of a program without its comment; an empty text if there is no such line."""
-    lines = text.splitlines()
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")  # as Python counts them: a form feed ends none
     code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
     if "#" not in code:
         return code
@@ -120,6 +121,11 @@ def code_of_line(text: str, line: int) -> str:
 def line_at(site: Site | None, source: Source) -> str:
     """Return the line of a site without its comment; an empty text if it is not known or cannot be read."""
     return code_of_line(source(site.file) or "", site.line) if site is not None else ""
+
+
+def keeps_results(decorator: ast.AST) -> bool:
+    """True for `@lru_cache(…)` and the like: a call with arguments that it has seen does not run the function."""
+    return name_of(decorator.func if isinstance(decorator, ast.Call) else decorator) in _CACHES
 
 
 def exits_process(node: ast.AST | None) -> bool:

@@ -45,6 +45,12 @@ def decision_advice(
     guard = f"`{condition.text}`{f' at line {condition.line}' if near else at(condition.site)}"
     who, place = rank_list(culprits), at(site)
     agree = f"(all_reduce {'a flag' if condition.text.startswith('except') else 'what it tests'})"
+    if condition.keeps_results:
+        what = (op_name(call.op) if call is not None else "") or "the collective"
+        return (
+            f"make {what}{place} outside of the function whose results {guard} keeps: a rank that has the result does not run it, and "
+            "which ranks have it depends on their data"
+        )
     if condition.way in (Way.SKIPPED, Way.ROUND) and call is not None:
         past = f"too, where {guard} leads past it"
         if call.p2p:

@@ -47,7 +47,8 @@ def head_text(verdict: Verdict) -> str:
     head, file = (found.head, "") if found.head else _head(verdict, found.conditions)
     places = {c: f"line {c.line}" if c.file == file else site_text(c.site) for c in found.conditions}
     conditions = " or ".join(f"`{condition.text}` ({place})" for condition, place in places.items())
-    return f"{head}: {conditions}; " if head and conditions else f"{head}; " if head else ""
+    by = ", past " if found.conditions and all(condition.past for condition in found.conditions) else ": "
+    return f"{head}{by}{conditions}; " if head and conditions else f"{head}; " if head else ""
 
 
 def reason_text(verdict: Verdict) -> str:
