@@ -93,22 +93,6 @@ def test_a_rank_that_left_backward_before_its_gradients_were_averaged_had_parame
     assert ("if p.grad is None" in f.advice) is named and (not named or f.culprits == (0,))
 
 
-@pytest.mark.parametrize(("forwards", "named"), [(401, True), (303, False)])
-def test_a_rank_that_averages_after_more_forwards_than_the_others_is_said_to(forwards: int, named: bool) -> None:
-    """Its loop over as many batches ends earlier, by collectives; one batch that was left out is no other rate."""
-    stats = Site(FILE, 9, "main")
-    s = snapshot(
-        trained(0, BACKWARD, 302, 151, "all_reduce", "backward"),
-        trained(1, stats, forwards, 150, "barrier", "other", caught="RuntimeError: out of memory"),
-        trained(2, BACKWARD, 302, 151, "all_reduce", "backward"),
-    )
-    f = only(s)
-    text = "rank 1 averages gradients less often: 150 times in 401 forwards, ranks 0, 2 once in 2; "
-    assert f.culprits == (1,) and f.message.startswith(text) is named
-    assert ("accumulated" in f.advice) is named
-    assert ("it caught RuntimeError: out of memory" in f.message) is named
-
-
 def test_a_caught_exception_is_named_as_what_skipped_the_backward() -> None:
     s = snapshot(
         trained(0, FORWARD, 72, 70, "broadcast", "forward", caught="RuntimeError: out of memory"),

@@ -6,7 +6,6 @@ from textwrap import dedent
 
 import pytest
 
-from distdiag.diagnosis.culprit.paths import call_under_rank
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
 from distdiag.diagnosis.polled import hidden_error, left_unwritten, polled_loop
@@ -125,36 +124,6 @@ def test_a_handler_that_raises_again_hides_nothing_and_a_clock_ends_a_loop_by_it
     found = polled_loop(Site(FILE, 9, "wait"), {FILE: timed}.get)
     assert found is not None and not found[2]
     assert polled_loop(Site(FILE, 9, "wait"), {FILE: POLL.replace("not os.path.exists(ready)", "True")}.get) is None
-
-
-WRAPPER = dedent("""\
-    def barrier():
-        dist.barrier()
-
-    def save(loss):
-        if is_global_zero and loss < best:
-            barrier()
-
-    def run():
-        save(loss)
-        barrier()
-""")
-
-
-@pytest.mark.parametrize(
-    ("text", "rank", "line"),
-    [
-        (WRAPPER, 0, 5),
-        (WRAPPER, 1, None),  # it is not the first rank that made one call more
-        (WRAPPER.replace("is_global_zero and loss < best", "loss < best"), 0, None),
-        (WRAPPER.replace("is_global_zero and loss", "loss").replace("    save(loss)", "    if rank == 1: save(loss)"), 1, 9),
-        (WRAPPER.replace("    save(loss)\n", "    save(loss)\n    if rank == 0:\n        barrier()\n"), 0, None),
-    ],
-    ids=["around the call", "another rank", "not on the rank", "around the caller", "two"],
-)  # fmt: skip
-def test_the_condition_around_one_call_of_a_wrapper(text: str, rank: int, line: int | None) -> None:
-    found = call_under_rank(Site(FILE, 2, "barrier"), [FILE], rank, {FILE: text}.get)
-    assert (found.line if found is not None else None) == line
 
 
 KEYED = dedent("""\

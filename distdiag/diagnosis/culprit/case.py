@@ -29,7 +29,6 @@ class Reason(StrEnum):
     ARGUMENT = "argument"  # its dtype, size, root or peer is new at its site
     EXTRA = "extra"  # it made more backward passes than steps
     SKIPPED = "skipped"  # it ran a forward without its backward
-    ACCUMULATION = "accumulation"  # it averages gradients after another number of forwards
     UNUSED = "unused"  # it left a backward in which DDP averages gradients on the others: parameters had none
     PAIRED = "paired"  # its call at a new line was paired with the others' call at another line, before this collective
     DIVERGENCE = "divergence"  # where histories part, its call was not the one that was due

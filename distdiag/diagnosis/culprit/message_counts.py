@@ -7,79 +7,32 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from distdiag.diagnosis.culprit import arguments, callers, sites
+from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.paths import (
-    Condition,
     conditions_between,
-    enclosing,
     returns_before,
-    short_rounds,
 )
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot, lines_of
+from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.text.conditions import decision_advice
-from distdiag.diagnosis.text.phrases import at, op_at, places_text
+from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.wait import Wait
-from distdiag.terms.units import counted, size_text
 
 RING = 3  # waits of a cycle, so that at least two others show what is usual
 ROUNDS = 8  # with the send, for each without it: then it was due in every round
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse a rank that left out a receiver or a message, else one that has sent fewer than its peers, or none in a ring, or makes more."""
-    return _left_out(case) or _one_round(case) or _short_batch(case) or _never(case) or _fewer(case) or _more(case)
+    """Accuse a rank that left out a receiver or a message, else one that has sent fewer than its peers, or none in a ring."""
+    return _left_out(case) or _one_round(case) or _short_batch(case) or _never(case) or _fewer(case)
 
 
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the message that one of these ranks left out in one round; about nobody, the first that did not fit."""
-    if not ranks:
-        return _misfit(case) or _of_new_size(case)
-    found = _one_round(case) or _short_batch(case)
+    """Return the message that one of these ranks left out in one round."""
+    found = (_one_round(case) or _short_batch(case)) if ranks else None
     return found if found is not None and set(found.ranks) <= set(ranks) else None
-
-
-def _misfit(case: Case) -> Testimony | None:
-    """Return the first message whose two ends differ in size, if those before it did not: a rank has made one more, or one less."""
-    for _, receiver, call in _messages(case, "recv"):
-        sender = case.states.get(-1 if call.peer is None else call.peer)
-        ends = (
-            (c, messages.other_end(sender, receiver, c, c.nth)) for c in case.states[receiver].calls if _taken(c, call)
-        )
-        known = [(c, sent) for c, sent in ends if sent is not None and c.bytes and sent.bytes]
-        odd = next((i for i, (c, sent) in enumerate(known) if c.bytes != sent.bytes), 0)
-        if odd:
-            taken, sent = known[odd]
-            here, there = f"recv{at(taken.site)}", f"send{at(sent.site)}"
-            return Testimony(
-                text=f"; before that, rank {call.peer}'s {there} of {size_text(sent.bytes)} met rank {receiver}'s {here} of "
-                f"{size_text(taken.bytes)}, the first two that differ in size",
-                advice=f"let rank {call.peer} make as many {there} in each round as rank {receiver} makes {here}: the first two "
-                "that differ in size seem not to belong together",
-            )
-    return None
-
-
-def _taken(c: Call, call: Call) -> bool:
-    """True for a complete recv of the messages to which that of `call` belongs."""
-    ours = (c.peer, c.tag, c.group) == (call.peer, call.tag, call.group) and c.completed_s is not None
-    return ours and c.p2p and messages.direction_of(c) == "recv"
-
-
-def _of_new_size(case: Case) -> Testimony | None:
-    """Return the message in which a rank waits whose size is new, where all before it at that line had one size: of a smaller batch."""
-    for _, rank, call in _messages(case):
-        usual = arguments.usual(case.states[rank], call, "bytes")
-        if usual is not None and usual.changed and isinstance(usual.value, int) and usual.times >= ROUNDS:
-            return Testimony(
-                text=f"; rank {rank}'s {op_at(call)} is its first there of {size_text(call.bytes)}: those before had "
-                f"{size_text(usual.value)}",
-                advice="a batch has another size than those before: let all ranks make equally many messages of it, or leave out the "
-                "last one (drop_last=True)",
-            )
-    return None
 
 
 def _messages(case: Case, *directions: str) -> Iterator[tuple[Wait, int, Call]]:
@@ -237,7 +190,7 @@ def _never(case: Case) -> Testimony | None:
 
 
 def _fewer(case: Case) -> Testimony | None:
-    """Accuse a rank that another one waits for, if it has sent fewer messages than all others in its collective, or made fewer rounds.
+    """Accuse a rank that another one waits for, if it has sent fewer messages than all others in its collective.
 
     If a message of any of them would do, the others must have sent equally many, at least two of them.
     """
@@ -250,32 +203,6 @@ def _fewer(case: Case) -> Testimony | None:
             equal = not wait.any_of or (len(others) > 1 and len(set(others)) == 1)
             if others and equal and sent.get(p, 0) < min(others) and 2 * sent[p] > max(others):
                 return _last_of_others(case, p, m, [q for q in sent if q != p])
-    return _fewer_rounds(case)
-
-
-def _fewer_rounds(case: Case) -> Testimony | None:
-    """Accuse a rank that came to a collective after fewer rounds than all others there, and than the one that waits for its message.
-
-    A round is a visit to the line of that wait: partners change, so that the others notice it late.
-    """
-    for _, m, call in _messages(case):
-        p, key = -1 if call.peer is None else call.peer, case.here.get(m) or ""
-        together = next((_arrived(case.snapshot, w) for w in case.incident.waits if not w.p2p and p in w.ranks), [])
-        rounds = {q: case.states[q].sites.get(key, 0) for q in {*together, m}}
-        made, whole = rounds.pop(p, 0), min(rounds.values())
-        few = call.site is None or len(rounds) < 2 or whole < max(rounds.values())
-        if few or not made < whole < 2 * made:
-            continue
-        stack = callers.stack_at(call.site, case.states[m], case.source)
-        own = messages.other_end(case.states[p], m, call)
-        own = own or replace(call, op=messages.OPPOSITE[messages.direction_of(call)], peer=m, site=None)
-        around = [c for site in stack if (c := enclosing(site, case.source)) is not None]
-        found = [*returns_before(stack[0], case.source), *short_rounds(stack, case.source)] or around[:1]
-        return Testimony(
-            ranks=(p,), head=f"rank {p} left out {counted(whole - made, 'message')} to rank {m}", conditions=tuple(found),
-            text=f"; {rank_list(rounds)} {'have' if len(rounds) > 1 else 'has'} made that {compatible.op_name(call.op)} {whole:,} times, rank {p} {made:,} times",
-            advice=decision_advice(found[0], (p,), own) if len(found) == 1 else f"find what led rank {p} past its {op_at(own)}",
-        )  # fmt: skip
     return None
 
 
@@ -294,30 +221,6 @@ def _last_of_others(case: Case, rank: int, receiver: int, others: Sequence[int])
         ranks=(rank,), text=text, head=f"rank {rank} left out its {op_at(send)} to rank {receiver}", conditions=tuple(found),
         advice=decision_advice(found[0], (rank,), send) if len(found) == 1 else f"find what led rank {rank} past its {op_at(send)}",
     )  # fmt: skip
-
-
-def _more(case: Case) -> Testimony | None:
-    """Accuse the rank that waits for a message in a wrapper which it alone also enters by a call under a condition on the rank."""
-    found: dict[int, tuple[str, int, Condition]] = {}
-    for _, rank, call in _messages(case):
-        key = case.here.get(rank)
-        if call.peer not in case.states or key is None:
-            continue
-        mine, by_peer = case.states[rank].sites, {x for site in case.states[call.peer].sites for x in lines_of(site)}
-        at_line = (k for k in mine if k != key and lines_of(k)[:1] == lines_of(key)[:1])
-        extra = [k for k in at_line if by_peer.isdisjoint(lines_of(k))]
-        condition = sites.called_under(case, key, rank) if len(extra) == 1 else None
-        if condition is not None:
-            found[rank] = (extra[0], mine[extra[0]], condition)
-    if len(found) != 1:
-        return None
-    ((rank, (extra, times, condition)),) = found.items()
-    return Testimony(
-        ranks=(rank,),
-        head=f"only rank {rank} communicates at {places_text(extra)} ({counted(times, 'message')})",
-        conditions=(condition,),
-        advice=f"let all ranks run what `{condition.text}`{at(condition.site)} keeps to rank {rank}: each message needs its other end",
-    )
 
 
 def _arrived(snapshot: Snapshot, wait: Wait) -> list[int]:

@@ -82,32 +82,6 @@ def skipped(case: Case) -> Testimony | None:
     return Testimony(ranks=(rank,), text=text, head=head + caught, conditions=way_out, advice=advice)
 
 
-def accumulated(case: Case) -> Testimony | None:
-    """Accuse the one rank that averages gradients after another number of forwards than the others, which have one number."""
-    states = _states(case)
-    if any(len(r.models) != 1 or r.models[0].synced_backwards < STEPS for r in states.values()):
-        return None
-    rates = {rank: r.models[0].forwards / r.models[0].synced_backwards for rank, r in states.items()}
-    for side in case.sides:
-        rest = [rank for rank in states if rank not in side]
-        usual = {round(rates[rank]) for rank in rest}
-        if len(side) != 1 or side[0] not in states or len(usual) != 1 or (every := usual.pop()) < 2:
-            continue
-        over = {rank: r.models[0].forwards - every * r.models[0].synced_backwards for rank, r in states.items()}
-        if abs(over[side[0]]) <= 2 * every or any(abs(over[rank]) > every for rank in rest):
-            continue
-        (rank,), model, caught = side, states[side[0]].models[0], swallowed(states[side[0]])
-        return Testimony(
-            ranks=tuple(side),
-            head=f"rank {rank} averages gradients {'less' if over[rank] > 0 else 'more'} often: {model.synced_backwards:,} times in "
-            f"{model.forwards:,} forwards, {rank_list(rest)} once in {every}",
-            text=f"; it caught {caught}" if caught else "",
-            advice="let all ranks average after the same number of batches: change the number of accumulated ones on all together (all_reduce "
-            "what decides it), and skip a batch on all or on none",
-        )
-    return None
-
-
 def unused(case: Case) -> Testimony | None:
     """Accuse the ranks that have left a backward in which DDP still averages gradients on the others.
 

@@ -20,7 +20,6 @@ from distdiag.diagnosis.model.syntax import Source, tree_of
 
 SHOWN = 2  # conditions, if several are possible
 _LEAVES = (ast.Break, ast.Return, ast.Expr)  # statements that leave a loop; the last is a call that ends the process
-CALLERS = 3  # functions around a wrapper that are looked at, from the inside
 
 
 class Way(StrEnum):
@@ -342,32 +341,6 @@ def enclosing(site: Site | None, source: Source, callee: str = "") -> Condition 
     around = on_stack((site,), source, callee) if site is not None else ()
     held = [g for g in around if g.kind is GuardKind.HOLDS and isinstance(g.node, kinds) and g.branch == "body"]
     return _condition(held[-1], Way.ALONE) if held else None
-
-
-def call_under_rank(site: Site, files: Collection[str], rank: int, source: Source) -> Condition | None:
-    """Return the condition on the rank under which one of the calls of a function is, directly or through its callers.
-
-    Of a wrapper that every rank calls from several lines. None if there is no such condition, more than one,
-    or one for another rank.
-
-    Args:
-        site: A line of the function.
-        files: Where it may be called from.
-    """
-    found: dict[Condition, bool] = {}
-    todo, seen = [(site, 0)], {(site.file, site.function)}
-    while todo:
-        callee, depth = todo.pop()
-        for caller in (c for file in files for c in callers.calls_of(callee, source, file)):
-            guards = on_stack((callee, caller), source)
-            held = next((g for g in guards if g.depth == 0 and g.keeps_to_some and g.on_rank), None)
-            if held is not None:
-                named = rank_tests.named_ranks(held.test)
-                found[_condition(held, Way.ALONE)] = not named or rank in named
-            elif (caller.file, caller.function) not in seen and depth < CALLERS:
-                seen.add((caller.file, caller.function))
-                todo.append((caller, depth + 1))
-    return next(iter(found)) if len(found) == 1 and all(found.values()) else None
 
 
 def only_under(name: str, file: str, source: Source) -> Condition | None:

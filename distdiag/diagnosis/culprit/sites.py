@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import mode
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.conditions import met_in
-from distdiag.diagnosis.culprit.paths import Condition, call_under_rank
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import takes_turns
 from distdiag.diagnosis.model.snapshot import Life, RankState, lines_of
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import at, places_text
+from distdiag.diagnosis.text.phrases import places_text
 
 MORE_ADVICE = "look for what calls it on that rank alone: a module that communicates (a norm, a metric), run for a preview, a log or a check"
 
@@ -170,15 +168,7 @@ def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
     more = mine[site] - min(theirs[site])
     times = "once" if more == 1 else f"{more:,} times"
     text = f"; in as many steps, rank {ranks[0]} has called the collective at {places_text(site)} {times} more than the others"
-    condition = called_under(case, site, ranks[0])
-    if condition is None:
-        return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
-    guard = f"`{condition.text}`{at(condition.site)}"
-    return Testimony(
-        ranks=tuple(ranks),
-        text=f"{text}: it calls it under {guard}",
-        advice=f"make that call on all ranks or on none: {guard} keeps it to rank {ranks[0]}",
-    )
+    return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
 
 
 def _until_now(case: Case, state: RankState) -> dict[str, int]:
@@ -186,13 +176,3 @@ def _until_now(case: Case, state: RankState) -> dict[str, int]:
     group, seq = case.wait.group, case.wait.seq
     on = Counter(site_of(None, c) for c in state.calls if c.group == group and seq is not None and (c.seq or 0) > seq)
     return {site: n - on[site] for site, n in state.sites.items()}
-
-
-def called_under(case: Case, key: str, rank: int) -> Condition | None:
-    """Return the condition on the rank under which a wrapper, the function with that line, is called."""
-    states = [case.states[q] for q in case.compared if q in case.states]
-    frames = {frame for state in states for frame in state.user_stack}
-    known = itertools.chain(frames, (c.site for state in states for c in state.calls))
-    site = next((site for site in known if site is not None and site.key == key), None)
-    files = sorted({frame.file for frame in frames})
-    return call_under_rank(site, files, rank, case.source) if site is not None else None

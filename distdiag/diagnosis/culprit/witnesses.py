@@ -104,7 +104,6 @@ _CONFLICT = (
     Witness(Reason.ARGUMENT, arguments.accuse, arguments.explain),
     Witness(Reason.EXTRA, passes.extra, applies=_different_calls),
     Witness(Reason.SKIPPED, passes.skipped, applies=_different_calls),
-    Witness(Reason.ACCUMULATION, passes.accumulated, applies=_different_calls),
     Witness(Reason.UNUSED, passes.unused, applies=_different_calls),
     Witness(Reason.PAIRED, paired.accuse, applies=_tie),
     Witness(Reason.DIVERGENCE, divergence.accuse, applies=_tie),
@@ -150,7 +149,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
 WEAK = (Reason.NONE, Reason.ALONE, Reason.DIVERGENCE)
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.ACCUMULATION, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
+    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
     Reason.RHYTHM, Reason.CONDITION, Reason.AHEAD,
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from distdiag.diagnosis.waits.incidents import Root
 
 # They state why, or at which condition in the source: no other adds anything.
 _COMPLETE = (
-    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.EXCEPTION, Reason.LOOP, Reason.EXTRA, Reason.SKIPPED, Reason.ACCUMULATION, Reason.UNUSED, Reason.ORDER,
+    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.EXCEPTION, Reason.LOOP, Reason.EXTRA, Reason.SKIPPED, Reason.UNUSED, Reason.ORDER,
     Reason.CONDITION, Reason.PARTING,
 )  # fmt: skip
 _DO_EXIT = (

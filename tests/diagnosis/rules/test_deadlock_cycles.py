@@ -186,46 +186,6 @@ def test_the_rank_of_a_ring_that_never_sends_is_the_culprit() -> None:
     assert all(found.culprits != (2,) for found in proved(s, source={FILE: text}.get))
 
 
-PREVIEW = """
-    def run(self, x):
-        if self.rank == 0:
-            self.schedule.step(x)  # A
-        else:
-            self.schedule.step()  # B
-
-    def validate(self):
-        return self.run(batch())  # C
-
-    def fit(self):
-        for step in range(9):
-            self.run(batch())  # D
-            if self.last and step % 4 == 0:
-                print(self.validate())  # E
-
-    def __init__(self):
-        self.last = self.rank == 1
-"""
-
-
-def test_the_stage_that_alone_runs_the_pipeline_at_another_line_is_the_culprit() -> None:
-    text, at = places(PREVIEW)
-    main = Site(FILE, at["D"], "fit")
-    recv, other = (Site(FILE, at["B"], "run", Site(FILE, at[m], f)) for m, f in (("D", "fit"), ("C", "validate")))
-    send = Site(FILE, at["A"], "run", main)
-    stack, sites = (Site(FILE, at["B"], "run"), main), {recv.key: 8, other.key: 4}
-    newest = p2p("recv", 0, 9, recv)
-    waiting = messaging(1, newest, user_stack=stack, sites=sites, calls=(newest,))
-    ended = rank(0, call("barrier", 1, SAVE), sites={send.key: 8}, p2p_issued={"send:1:0:default_pg": 8})
-    f = only(snapshot(ended, waiting), source={FILE: text}.get)
-    assert summary(f) == ("deadlock", "missing_rank", (1,), (0,))
-    assert f.message.startswith(
-        "only rank 1 communicates at train.py:5, called at train.py:8 (4 messages): `if self.last and"
-    )
-    assert "let all ranks run" in f.advice
-    both = msgspec.structs.replace(ended, sites={send.key: 8, Site(FILE, at["A"], "run", other.caller).key: 4})
-    assert only(snapshot(both, waiting), source={FILE: text}.get).culprits == ()
-
-
 PIPELINE = """
     def collect(local):
         if not local:
@@ -341,50 +301,6 @@ def test_a_receive_against_a_barrier_is_a_cycle() -> None:
     s = snapshot(messaging(0, p2p("recv", 1)), *(rank(r, call("barrier", 3, SAVE)) for r in (1, 2, 3)))
     assert summary(only(s)) == ("deadlock", "p2p_cycle", (), (0, 1))
     assert only(s).advice.startswith("see whether rank 0 makes one message more")
-
-
-SWAPS = """def trade(row, peer):
-    {body}
-    dist.recv(row, peer)
-def fit():
-    for i in range(100):
-        {before}
-        trade(rows[i], me ^ (1 << i % 2))
-    dist.barrier()
-"""
-
-
-@pytest.mark.parametrize(
-    ("body", "before", "condition"),
-    [
-        ("pass", "if empty(i): continue", "if empty(i): continue"),
-        ("if not row.any(): return", "pass", "if not row.any(): return"),
-        ("pass", "pass", ""),
-    ],
-)
-@pytest.mark.parametrize(
-    "rounds", [(50, 50, 49, 50), (50, 50, 50, 50), (51, 50, 50, 50), (50, 49, 49, 50), (9, 9, 3, 9)]
-)
-def test_a_rank_that_made_fewer_rounds_of_messages_than_all_others_left_one_out(
-    body: str, before: str, condition: str, rounds: tuple[int, ...]
-) -> None:
-    """Its partner notices it only at the collective: until then one round more was made with it, too."""
-    stack = (Site("/job/swap.py", 3, "trade"), Site("/job/swap.py", 7, "fit"))
-    text, lines = SWAPS.format(body=body, before=before), [key(stack[0]) for _ in rounds]
-    recv = msgspec.structs.replace(p2p("recv", 2, nth=25), site=stack[0])
-    waits = [messaging(0, recv, user_stack=stack), *(rank(q, call("barrier", 3, SAVE)) for q in (1, 2, 3))]
-    states = (
-        msgspec.structs.replace(state, sites={**state.sites, here: n})
-        for state, here, n in zip(waits, lines, rounds, strict=True)
-    )
-    f = only(snapshot(*states), source={"/job/swap.py": text}.get)
-    assert f.culprits == ((2,) if rounds == (50, 50, 49, 50) else ())
-    if f.culprits:
-        assert f.message.startswith(
-            "rank 2 left out 1 message to rank 0" + (f": `{condition}` (swap.py:" if condition else ";")
-        )
-        assert "ranks 0, 1, 3 have made that recv 50 times, rank 2 49 times" in f.message
-        assert ("rank 2 sends its message to rank 0" if condition else "find what led rank 2 past its send") in f.advice
 
 
 @pytest.mark.parametrize(("others", "stuck"), [({}, True), ({"send:0:0:default_pg": 1}, False)])
