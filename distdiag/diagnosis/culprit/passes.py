@@ -32,11 +32,13 @@ def extra(case: Case) -> Testimony | None:
     if len(odd) != 1 or [rank := odd.pop()] not in case.sides:
         return None
     state, caught = states[rank], swallowed(states[rank])
-    advice = f"let rank {rank} make one backward pass per step that exchanges gradients: the others under `no_sync()`; or let all ranks repeat the batch together"
+    fix = f"fix what raised {caught} on rank {rank}; or " if caught else ""
+    advice = f"{fix}let rank {rank} make one backward pass per step that exchanges gradients: the others under `no_sync()`; or let all ranks repeat the batch together"
     if over[rank][1] < 0:
-        advice = (
-            f"let rank {rank} skip a batch together with all ranks, or run its forward and backward, too ({NO_WEIGHT})"
-        )
+        passes = (
+            "" if caught else f", or run its forward and backward, too ({NO_WEIGHT})"
+        )  # one that failed has no backward
+        advice = f"{fix}let rank {rank} skip a batch together with all ranks{passes}"
     made = f"{state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, the others one for each"
     text = f"; it caught {caught}" if caught else ""
     return Testimony(ranks=(rank,), head=f"rank {rank} has made {made}", text=text, advice=advice)
