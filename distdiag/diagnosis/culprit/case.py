@@ -39,7 +39,7 @@ class Reason(StrEnum):
     PATTERN = "pattern"  # it left the order that its calls had kept
     OUTSIDER = "outsider"  # it called a collective of a group that it is not a member of
     MESSAGES = "messages"  # it has sent fewer messages than its peers, or left one receiver out, or one message
-    EXCHANGE = "exchange"  # in an exchange with neighbours, only its messages do not fit those of the others
+    EXCHANGE = "exchange"  # in an exchange with neighbours, only its peer is at another distance from it
     COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
     ORDER = "order"  # all have made these calls before: only their order differs
