@@ -24,6 +24,8 @@ from distdiag.recorder.hooks.step_accounting import StepAccounting
 @pytest.fixture(autouse=True, scope="module")
 def installed() -> None:
     unseen.install()  # else no tensor has memory that may be read
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()  # another test has compiled something: then no forward is watched
 
 
 class Written:
