@@ -6,13 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import distributed_c10d
 
 from distdiag.monitor.evidence.ask import Recorders
 from distdiag.page.layout import GroupSlot
-from distdiag.recorder.hooks import flight_recorders
+from distdiag.recorder.hooks import flight_recorders, group_counters
+from distdiag.recorder.hooks.collectives import _connects_at_start
 from distdiag.recorder.hooks.flight_recorders import Hook
 from distdiag.recorder.hooks.group_counters import OFFSETS_KEPT, Group, Numbering
 from tests.jobs import rows, wait_for
@@ -48,7 +50,22 @@ class Counting:
         return self.issued
 
 
-def test_a_hooks_counters_become_numbers_of_collectives() -> None:
+class Busy(distributed_c10d.ProcessGroup):
+    """A process group of the job, which works when it is asked for anything."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"{name} runs code of the job")
+
+
+def test_a_groups_own_class_is_asked_for_nothing() -> None:
+    pg = Busy(0, 2)
+    assert Group(pg, GroupSlot(), 0, [0, 1]).counter is None
+    assert flight_recorders.implementations(pg) == () and not _connects_at_start(pg)
+
+
+def test_a_hooks_counters_become_numbers_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (group_counters, flight_recorders):
+        monkeypatch.setattr(module, "of_torch", lambda pg, name: getattr(pg, name, ()))
     backend = Counting()
     group = Group(backend, GroupSlot(), 0, [0, 1])
     group.hook = Hook("nccl2", 0, True)

@@ -12,6 +12,12 @@ from distdiag.recorder.hooks.collectives import Collectives
 from distdiag.recorder.hooks.group_counters import Batch, Group, Groups
 
 
+@pytest.fixture(autouse=True)
+def groups_are_not_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (group_counters, flight_recorders):
+        monkeypatch.setattr(module, "of_torch", lambda pg, name: getattr(pg, name, ()))
+
+
 class Gloo:
     """gloo's counter, and the numbers that its flight recorder would show."""
 

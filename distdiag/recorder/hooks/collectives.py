@@ -34,6 +34,7 @@ from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import ledger
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.hooks.call_entries import NO_TENSOR, CallEntries
+from distdiag.recorder.hooks.flight_recorders import of_torch
 from distdiag.recorder.hooks.group_counters import Batch, Group
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.terms.backends import NO_PAIRS, PAIRS, blocks_host, ignores_tags, in_group_communicator
@@ -418,7 +419,7 @@ def _equal_sizes(lists: Any) -> bool:
 
 def _connects_at_start(pg: Any) -> bool:
     """True if the group's communicator was made with the group: `init_process_group(device_id=…)`."""
-    return getattr(pg, "bound_device_id", None) is not None
+    return of_torch(pg, "bound_device_id") is not None
 
 
 def _in_pairs(g: Group) -> bool:

@@ -76,12 +76,10 @@ def install() -> None:
 
 def implementations(pg: Any) -> tuple[str, ...]:
     """Return the names of the backends that serve a group, by which torch names their recorders: `nccl` may be `nccl2`."""
-    if not hasattr(pg, "_get_backend"):
-        return ()
     found = []
     for device in devices(pg):
         try:
-            found.append(str(pg._get_backend(device).name()))
+            found.append(str(of_torch(pg, "_get_backend")(device).name()))
         except (RuntimeError, AttributeError, TypeError, NotImplementedError):
             continue
     return tuple(dict.fromkeys(found))
@@ -93,13 +91,19 @@ def hook_of(pg: Any, backends: Collection[str]) -> Hook | None:
     recorded = [name for name in backends if name not in dist._FR_SELF_RECORDING_BACKENDS] if HAS_HOOKS else []
     if number is None or len(recorded) != 1:
         return None
-    return Hook(recorded[0], number, bool(getattr(pg, "supports_completion_hooks", False)))
+    reports = hasattr(c10d.ProcessGroup, "supports_completion_hooks") and of_torch(pg, "supports_completion_hooks")
+    return Hook(recorded[0], number, bool(reports))
+
+
+def of_torch(pg: Any, name: str) -> Any:
+    """Return an attribute of a group as torch's class has it: for that of a subclass, code of the job may run, in any thread."""
+    return vars(c10d.ProcessGroup)[name].__get__(pg)
 
 
 def devices(pg: Any) -> list[Any]:
     try:
-        return list(pg._device_types)
-    except (RuntimeError, AttributeError):
+        return list(of_torch(pg, "_device_types"))
+    except RuntimeError:
         return []
 
 

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as dist
 from distdiag.page.layout import GROUPS, GroupSlot
 from distdiag.recorder import state
 from distdiag.recorder.frames import backend_files, backend_paths
-from distdiag.recorder.hooks.flight_recorders import OWN, Hook, devices, hook_of, implementations, own_status
+from distdiag.recorder.hooks.flight_recorders import OWN, Hook, devices, hook_of, implementations, of_torch, own_status
 from distdiag.recorder.state import guarded
 from distdiag.terms.backends import blocks_host, may_count_messages
 from distdiag.terms.ranks import fold_ranks
@@ -211,10 +211,10 @@ class Groups:
             world = dist._world
             ranks = world.pg_group_ranks.get(pg)
             members = sorted(ranks, key=lambda r: ranks[r]) if ranks else list(range(pg.size()))
-            name = world.pg_names.get(pg) or pg.group_name
+            name = world.pg_names.get(pg) or of_torch(pg, "group_name")
             slot = self.page.page.groups[n]
             slot.name = self.page.text(str(name))
-            slot.description = self.page.text(str(getattr(pg, "group_desc", "") or ""))
+            slot.description = self.page.text(str(of_torch(pg, "group_desc") or ""))
             try:
                 backend = str(dist.get_backend(pg))
             except (ValueError, RuntimeError, KeyError, AssertionError):
@@ -337,9 +337,9 @@ def _counter(pg: Any) -> Callable[[], int] | None:
 
     torch only queries backends that it knows by name; others are queried directly.
     """
-    counters = [lambda: pg._get_sequence_number_for_group()]
-    if hasattr(pg, "_get_backend"):
-        counters += [lambda d=device: pg._get_backend(d)._get_sequence_number_for_group() for device in devices(pg)]
+    counters = [of_torch(pg, "_get_sequence_number_for_group")]
+    backend = of_torch(pg, "_get_backend")
+    counters += [lambda d=device: backend(d)._get_sequence_number_for_group() for device in devices(pg)]
     for counter in counters:
         try:
             counter()
