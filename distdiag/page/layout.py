@@ -330,6 +330,8 @@ class SampleKind(IntEnum):
     # without DDP: checksum of the parameters of all modules of a class, `name`; also of before the first step. Its key: how many; bit 32: all
     # begin with one value in all their elements; bit 33: all have sparse gradients; from bit 34 on: their elements
     LAYERS = 22
+    # checksum of parameters of DDP's modules that no gradient trains, or that were put there since DDP was built; `name`: the first of them
+    FROZEN = 27
     UNTRAINED = 21  # checksum of parameters of modules outside DDP that a step calls and no gradient trains; `name`: these modules
     # number of parameters whose autograd node is no longer that on which DDP has put its hook; the key: of how many; `name`: the first
     HOOKS_LOST = 23

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distdiag.page.layout import Phase, SampleKind, word
 from distdiag.recorder import unseen
 from distdiag.recorder.hooks.collectives import Collectives
-from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums, _Compared, _counted
+from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums, _Compared, _counted, _untrained
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 
 
@@ -48,7 +48,7 @@ def test_layers_in_eval_mode_are_counted_after_a_step() -> None:
     ddp = SimpleNamespace(module=net)
     model = SimpleNamespace(
         trained=lambda: list(net.named_parameters()), built_with=frozenset(map(id, net.parameters())), mode_layers=None,
-        hooked=[], slot=SimpleNamespace(synced_backwards=3), buffer_places=[], ref=lambda: ddp,
+        hooked=[], slot=SimpleNamespace(synced_backwards=3), buffer_places=[], frozen_places=[], ref=lambda: ddp,
     )  # fmt: skip
     written: Any = Written()
     ledger: Any = SimpleNamespace(models={0: model}, averaged_by=None)
@@ -74,6 +74,28 @@ def test_buffers_that_ddp_leaves_alone_and_running_statistics_are_no_state() -> 
     assert len(found) == 5 and [name for _, name in found if name] == ["0.codes"]
     ddp.buffer_hook = "the job averages them"
     assert checksums._buffers(model) == []
+
+
+def test_parameters_of_a_model_that_no_gradient_trains_are_sampled_the_rarest_first() -> None:
+    """A codebook that the script moves, or replaces, is one of few; the layers of a frozen backbone are many."""
+
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.codes, self.scale = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+
+    backbone = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))).requires_grad_(False)
+    net = nn.Sequential(backbone, Codes(), Codes(), nn.Linear(2, 2))
+    ddp = SimpleNamespace(module=net, parameters_to_ignore=["2.scale"])
+    model: Any = SimpleNamespace(ref=lambda: ddp, frozen_places=None, built_with=frozenset(map(id, net.parameters())))
+    net[1].codes.requires_grad_(False)
+    net[1].scale = nn.Parameter(torch.ones(2))
+    found = _untrained(model)
+    assert [name for _, name in found[:3]] == ["1.codes", "1.scale", "0.0.weight"] and len(found) == 24
+    net[1].codes = nn.Parameter(torch.zeros(2))
+    net[1].scale.grad = torch.ones(2)
+    found = _untrained(model)
+    assert found[0][0] is net[1].codes and "1.scale" not in [name for _, name in found], "it is trained now"
 
 
 def sampled(

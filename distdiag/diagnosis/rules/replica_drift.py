@@ -58,7 +58,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     teams = {x.name for x in sampled(s, "parameters")} - {""}
     of_teams = [("parameters", team) for team in sorted(teams) or [""]]
     outside, reported = _drift(s, "outside_ddp", sorted(s.ranks), split=False), False
-    others = [(kind_of, "") for kind_of in ("outside_ddp", "outside_fsdp", "untrained", "state", "buffers")]
+    others = [(kind_of, "") for kind_of in ("outside_ddp", "outside_fsdp", "untrained", "frozen", "state", "buffers")]
     for kind_of, team in (*of_teams, *others):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
         found = outside if kind_of == "outside_ddp" else _drift(s, kind_of, ranks, bool(team))
@@ -156,6 +156,7 @@ _NAMED = {
     "outside_ddp": "parameters outside DDP",
     "outside_fsdp": "parameters that FSDP does not shard",
     "untrained": "parameters of modules outside DDP",
+    "frozen": "parameters that no gradient trains",
 }
 
 
@@ -223,15 +224,18 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     """Return why replicas differ; None if they may differ by design."""
     models = [m for r in s.ranks.values() for m in r.models]
     over_all = [m for m in models if s.whole(m.group)]
-    if kind == "state" and all(len({x.value for x in samples_of(r, kind)}) < limits.samples for r in s.ranks.values()):
+    if kind in ("state", "frozen") and all(
+        len({x.value for x in samples_of(r, kind)}) < limits.samples for r in s.ranks.values()
+    ):
         return None  # a constant of each rank
     if kind in ("state", "buffers"):
         sent = {m.broadcast_buffers for m in over_all} if synchronous(s) else set()
         if sent == {True} and kind == "state" and averaged_by_ddp(s) == "each_step" and not any(_modes(s)):
             return "overwritten"
         return kind if sent == {False} else None
-    if kind == "untrained":
-        return kind if over_all and synchronous(s) else None
+    if kind in ("untrained", "frozen"):  # an exchange of the script may keep the latter close to each other
+        own = kind == "frozen" and _exchange_tensors(s)
+        return kind if over_all and synchronous(s) and not own else None
     if kind == "outside_ddp":
         return None if _exchange_tensors(s) else kind
     if kind == "outside_fsdp":
@@ -333,7 +337,7 @@ def _apart_in(s: Snapshot, kind: str, drifting: list[int]) -> dict[int, float]:
 
 
 _BY_HAND = ("different_init", "partly_averaged", "some_reduced", "unequal", "not_written_back")
-_WARNS = ("outside_ddp", "outside_fsdp", "untrained", "state", "not_written_back")
+_WARNS = ("outside_ddp", "outside_fsdp", "untrained", "frozen", "state", "not_written_back")
 # a plain tensor in a model of DTensors may be a rank's own, such as its experts
 _BY_DESIGN = (*_WARNS, "some_reduced", "partly_averaged", "split_module")
 

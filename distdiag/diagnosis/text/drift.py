@@ -151,6 +151,12 @@ WAYS = {
         cost="each rank computes its loss with another module",
         cause="different_init",
     ),
+    "frozen": Words(
+        "parameters of the model that no gradient trains ({name}) are updated from each rank's own batches, and DDP does not average them",
+        "all_reduce what updates them (counts, sums, means) before the update; if each rank is to have its own, ignore this",
+        cost="each rank computes with other values, and only those of one rank are saved",
+        cause="update",
+    ),
     "local": Words(
         "gradients are averaged in every step, but those with which the optimizer steps differ between the ranks: the averaged "
         "values do not reach `p.grad`, or a rank changes them there",

@@ -35,7 +35,7 @@ _PHASES = [p.name.lower() for p in Phase]
 ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE, SampleKind.EVAL_MODE, SampleKind.NOT_STEPPED, SampleKind.STATE, SampleKind.NO_GRADIENTS,
      SampleKind.OUTSIDE_DDP, SampleKind.GRADIENTS, SampleKind.UNTRAINED, SampleKind.LAYERS, SampleKind.HOOKS_LOST,
-     SampleKind.OPTIMIZER_STEPS, SampleKind.NOT_WRITTEN_BACK, SampleKind.OUTSIDE_FSDP}
+     SampleKind.OPTIMIZER_STEPS, SampleKind.NOT_WRITTEN_BACK, SampleKind.OUTSIDE_FSDP, SampleKind.FROZEN}
 )  # fmt: skip
 SITE_SAMPLES = 400
 LOGGED_NAMES, LOGGED_KEPT = 16, 32

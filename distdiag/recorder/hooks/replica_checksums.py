@@ -168,13 +168,19 @@ class ReplicaChecksums:
             self._sample_layers(step)
         if (counted := _counted(optimizer, params)) is not None:
             self.samples.write(SampleKind.OPTIMIZER_STEPS, step, counted)
-        buffers = [x for m in self.ledger.models.values() for x in self._buffers(m)]
+        self._sample_models([*self.ledger.models.values()], step)
+
+    def _sample_models(self, models: list[Model], step: int) -> None:
+        """Record checksums of what no optimizer steps in DDP's modules, and how many of their layers are in eval mode."""
+        buffers = [x for m in models for x in self._buffers(m)]
         if buffers:
             self._checksum(SampleKind.BUFFERS, [b for b, _ in buffers], step)
         kept = [(b, name) for b, name in buffers if name]
         if kept:
             self._checksum(SampleKind.STATE, [b for b, _ in kept], step, name=kept[0][1])
-        layers = [layer for m in self.ledger.models.values() for layer in _mode_layers(m)]
+        if frozen := [x for m in models for x in _untrained(m)]:
+            self._checksum(SampleKind.FROZEN, [p for p, _ in frozen], step, name=frozen[0][1])
+        layers = [layer for m in models for layer in _mode_layers(m)]
         if layers:
             self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers), len(layers))
 
@@ -402,13 +408,9 @@ class ReplicaChecksums:
         if ddp is None or hasattr(ddp, "buffer_hook"):  # the job's own way to make them equal
             return []
         if m.buffer_places is None:
-            ignored = getattr(ddp, "parameters_to_ignore", None) or ()
-            named = [
-                (x, name, f"{of}.{name}".lstrip(".")) for of, x in ddp.module.named_modules() for name in x._buffers
-            ]
             m.buffer_places = [
                 (x, name, "" if _statistics(x, name) or name in x._non_persistent_buffers_set else full)
-                for x, name, full in named if full not in ignored
+                for x, name, full in _places(ddp, "_buffers")
             ]  # fmt: skip
         found = [(x._buffers.get(name), kept) for x, name, kept in m.buffer_places]
         return [(b, kept) for b, kept in found if b is not None and b.is_floating_point()]
@@ -497,6 +499,34 @@ def _beside_fsdp(optimizer: Any) -> list[Any]:
     meshes = {mesh for p in sharded if (mesh := getattr(p, "device_mesh", None)) is not None}
     partly = any(mesh.ndim > 1 or mesh.size() < dist.get_world_size() for mesh in meshes)
     return plain if not partly and (not meshes or getattr(fsdp, "cls_to_fsdp_cls", None)) else []
+
+
+def _places(ddp: Any, held: str) -> list[tuple[Any, str, str]]:
+    """Return (module, name in it, full name) of what the modules in DDP hold (`_buffers`, `_parameters`), without what DDP ignores."""
+    ignored = getattr(ddp, "parameters_to_ignore", None) or ()
+    named = ((x, name, f"{of}.{name}".lstrip(".")) for of, x in ddp.module.named_modules() for name in getattr(x, held))
+    return [x for x in named if x[2] not in ignored]
+
+
+def _untrained(m: Model) -> list[tuple[Any, str]]:
+    """Return (parameter, name) of some of a model's that no gradient trains: frozen, or put there by the script since DDP was built.
+
+    The owners are cached, as those of buffers. They are of the rarest kinds of layers: a codebook that the script updates is one of
+    few, while a frozen backbone has many equal layers.
+    """
+
+    def untrained(place: tuple[Any, str, str]) -> bool:
+        p = place[0]._parameters.get(place[1])
+        return p is not None and p.grad is None and (not p.requires_grad or id(p) not in m.built_with)
+
+    ddp = m.ref()
+    if ddp is None:
+        return []
+    if m.frozen_places is None:
+        places = [*filter(untrained, _places(ddp, "_parameters"))]
+        kinds = Counter((type(x), name) for x, name, _ in places)
+        m.frozen_places = sorted(places, key=lambda x: kinds[type(x[0]), x[1]])[:CHECKSUM_TENSORS]
+    return [(x._parameters[name], full) for x, name, full in filter(untrained, m.frozen_places)]
 
 
 def _mode_layers(m: Model) -> list[Any]:

@@ -100,6 +100,8 @@ class Model(ModelWords):
         # (name, parameter, its autograd node when DDP was built, which holds DDP's hook) of some parameters
         self.hooked: list[tuple[str, Any, Any]] = []
         self.buffer_places: list[tuple[Any, str, str]] | None = None  # (module, name, full name if it is saved)
+        # the same of parameters that no gradient trains, once requested
+        self.frozen_places: list[tuple[Any, str, str]] | None = None
         self.mode_layers: list[Any] | None = None  # those whose work depends on train() and eval(), once requested
         self.slot = slot
         self.pg = ddp.process_group
@@ -130,5 +132,5 @@ class Model(ModelWords):
         return self.named
 
     def _gone(self, _: object) -> None:
-        self.named = self.buffer_places = self.mode_layers = None
+        self.named = self.buffer_places = self.frozen_places = self.mode_layers = None
         self.frozen, self.hooked, self.built_with = [], [], frozenset()

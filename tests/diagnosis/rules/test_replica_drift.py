@@ -677,6 +677,22 @@ def test_buffers_that_are_saved_and_updated_by_each_rank_are_drift(
 
 
 @pytest.mark.parametrize(
+    ("values", "calls", "found"),
+    [(lambda q, k: 1.0 + 0.1 * q * k, (), True), (lambda q, k: 1.0 + q, (), False), (lambda q, k: 1.0 + k, (), False),
+     (lambda q, k: 1.0 + 0.1 * q * k, (Call(op="all_reduce", group="default_pg", seq=9, bytes=4096),), False)],
+    ids=["own updates", "constants", "equal", "averaged now and then"],
+)  # fmt: skip
+def test_parameters_that_no_gradient_trains_and_each_rank_updates_are_drift(
+    values: Callable[[int, int], float], calls: tuple[Call, ...], found: bool
+) -> None:
+    """A codebook that is a parameter, moved by hand; a frozen backbone is equal."""
+    samples = [tuple(Sample("frozen", k, values(q, k), key=5, name="vq.code") for k in (2, 4, 8, 16)) for q in range(2)]
+    of = of_kind(found_in(job(*(rank(q, calls=calls, samples=samples[q]) for q in range(2)))), "replica_drift")
+    assert [(f.cause, f.severity, f.certainty) for f in of] == [("update", "warning", "suspected")] * found
+    assert not found or "no gradient trains (vq.code) are updated from each rank's own batches" in of[0].message
+
+
+@pytest.mark.parametrize(
     ("values", "more", "found"),
     [(lambda q, k: 1.0 + k + 0.1 * q, {}, True), (lambda q, k: 1.0 + k, {}, False), (lambda q, k: 1.0 + k + q * (k < 8), {}, False),
      (lambda q, k: 1.0 + k + 0.1 * q, {"synced_backwards": 4}, False)],
