@@ -85,12 +85,12 @@ class Session:
             )
             from distdiag.recorder.hooks import install as hooks
 
-            after_import("torch._dynamo", wrapping.skip_all_of_ours)  # no frame is compiled before
+            after_import("torch._dynamo", guarded(wrapping.skip_all_of_ours))  # no frame is compiled before
             collectives = wrap_collectives.install(recorder)
             flight_recorders.install()
             missing += process_groups.install(collectives)
             store_keys.install(recorder)
-            after_import(functional.MODULE, lambda: functional.install(collectives, sys.modules[functional.MODULE]))
+            after_import(functional.MODULE, lambda: functional.install(collectives))
             self.accounting = hooks.install(recorder, collectives)
             self.pulse.collectives, self.pulse.accounting = collectives, self.accounting
             if accounts.MISFIT:
@@ -370,6 +370,7 @@ def _unhandled() -> BaseException | None:
 
 
 def _command() -> str:
+@guarded
     """Return this process's command line without secrets."""
     try:
         arguments = Path("/proc/self/cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")

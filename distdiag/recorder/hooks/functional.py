@@ -6,6 +6,7 @@ result, and complete after `wait_tensor` of that result. What C++ and compiled c
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,8 +39,10 @@ _FUNCTIONS: dict[str, tuple[str, int]] = {
 _NEEDED = ("wait_tensor", "_maybe_wrap_tensor", "_resolve_group_name", "_are_we_tracing")
 
 
-def install(collectives: Collectives, module: Any) -> None:
+@guarded
+def install(collectives: Collectives) -> None:
     """Wrap the functions of torch's module `MODULE`; nothing if this torch lacks what the recording needs, which is noted."""
+    module: Any = sys.modules[MODULE]
     missing = [f"_functional_collectives.{name}" for name in _NEEDED if not hasattr(module, name)]
     if missing:
         collectives.recorder.lacks(missing)
