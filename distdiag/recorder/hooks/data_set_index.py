@@ -27,18 +27,10 @@ def data_set_index(data: Any, length: int) -> int:
     """Return a hash of some elements of a data set's index, with `KNOWN`, and `SPLIT` if it is a Subset; 0: it has no known index."""
     if length <= 0:
         return 0
-    chosen = list(range(0, length, max(1, length // ELEMENTS)))[:ELEMENTS]
-    found: list[Any] = []
-    split, exact = 0, True
-    for _ in range(4):  # a Subset of a Subset
-        if not isinstance(data, Subset):
-            break
-        own = vars(data)
-        picked = _elements(own.get("indices"), chosen, length if exact else None)
-        if picked is None or not all(type(x) is int and x >= 0 for x in picked):
-            return 0
-        found.append(picked)
-        data, chosen, split, exact = own.get("dataset"), picked, SPLIT, False
+    if (of := _unwrapped(data, length)) is None:
+        return 0
+    data, chosen, found = of
+    exact, split = not found, SPLIT if found else 0
     for name, value in getattr(data, "__dict__", {}).items() if type(data).__module__ != "builtins" else ():
         picked = _elements(value, chosen, length if exact else None)
         names = [_name(x) for x in picked or ()]
@@ -57,16 +49,10 @@ def data_set_content(data: Any, length: int) -> int:
     """
     if data is None or length <= 0:
         return 0
-    chosen = list(range(0, length, max(1, length // ELEMENTS)))[:ELEMENTS]
-    found: list[Any] = [length]
-    exact, known = True, False
-    while isinstance(data, Subset) and len(found) < 5:
-        own = vars(data)
-        chosen = _elements(own.get("indices"), chosen, length if exact else None) or []
-        if not chosen or not all(type(x) is int and x >= 0 for x in chosen):
-            return 0
-        found.append(chosen)
-        data, exact = own.get("dataset"), False
+    if (of := _unwrapped(data, length)) is None:
+        return 0
+    data, chosen, subsets = of
+    found, exact, known = [length, *subsets], not subsets, False
     for name, value in {"": data, **getattr(data, "__dict__", {})}.items():
         if type(value) in (int, str):
             found.append(value)
@@ -78,6 +64,20 @@ def data_set_content(data: Any, length: int) -> int:
                 # one integer a sample may be the order of the samples
                 known |= type(rows[0]) is str or (type(rows[0]) is tuple and [*map(type, rows[0])] != [int])
     return zlib.crc32(repr(found).encode()) or 1 if known else 0
+
+
+def _unwrapped(data: Any, length: int) -> tuple[Any, list[int], list[Any]] | None:
+    """Return (data set within up to four Subsets, some of its samples, which these are in each Subset); None if a Subset has no known index."""
+    chosen = list(range(0, length, max(1, length // ELEMENTS)))[:ELEMENTS]
+    found: list[Any] = []
+    while isinstance(data, Subset) and len(found) < 4:
+        own = vars(data)
+        picked = _elements(own.get("indices"), chosen, None if found else length)
+        if not picked or not all(type(x) is int and x >= 0 for x in picked):
+            return None
+        found.append(picked)
+        data, chosen = own.get("dataset"), picked
+    return data, chosen, found
 
 
 def _rows(values: Any, chosen: Sequence[int], length: int | None) -> list[Any]:
