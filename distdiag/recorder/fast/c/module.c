@@ -82,10 +82,9 @@ static PyObject *fast_hook_call(PyObject *self, PyObject *const *args, size_t na
 }
 
 static PyObject *fast_hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"ledger", "name", "slow", "of", NULL};
   PyObject *ledger, *slow, *of = Py_None;
   const char *name;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!sO|O", names, &LedgerType, &ledger, &name, &slow, &of)) return NULL;
+  if (!PyArg_ParseTuple(args, "O!sO|O", &LedgerType, &ledger, &name, &slow, &of)) return NULL;
   for (size_t i = 0; i < N_HOOKS; i++) {
     if (strcmp(name, HOOKS[i].name)) continue;
     if (HOOKS[i].of != NULL && !PyObject_TypeCheck(of, HOOKS[i].of))
@@ -136,16 +135,14 @@ PyTypeObject FastHookType = {
 /* -- Ledger ------------------------------------------------------------------------------------------------------------ */
 
 static int ledger_init(Ledger *s, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"words", "head", "ring", "records", "failed", "tensor", "float32", "strided", "grad_enabled",
-                          "function_modes", "dispatch_modes", "unseen", NULL};
   PyObject *words, *failed, *tensor, *float32, *strided, *enabled, *functions, *dispatches, *unseen;
   Py_ssize_t head, ring, records;
   if (s->view.obj != NULL) {
     PyErr_SetString(PyExc_TypeError, "a ledger is initialised once");
     return -1;
   }
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnnnOOOOOOOO", names, &words, &head, &ring, &records, &failed, &tensor,
-                                   &float32, &strided, &enabled, &functions, &dispatches, &unseen))
+  if (!PyArg_ParseTuple(args, "OnnnOOOOOOOO", &words, &head, &ring, &records, &failed, &tensor, &float32, &strided, &enabled,
+                        &functions, &dispatches, &unseen))
     return -1;
   if (PyObject_GetBuffer(words, &s->view, PyBUF_WRITABLE) < 0) return -1;
   if (head < 0 || ring < 0 || records < 1 || head > s->view.len / 8 - LIFE - 1 ||
@@ -176,45 +173,30 @@ static int ledger_init(Ledger *s, PyObject *args, PyObject *kwargs) {
   return s->models == NULL || s->pending == NULL || s->later == NULL ? -1 : 0;
 }
 
+/* The objects that a ledger holds; the last of them, from `newest` on, a hook can do without. */
+static const size_t HELD[] = {
+  offsetof(Ledger, models), offsetof(Ledger, pending), offsetof(Ledger, later), offsetof(Ledger, failed),
+  offsetof(Ledger, tensor), offsetof(Ledger, float32), offsetof(Ledger, strided), offsetof(Ledger, grad_enabled),
+  offsetof(Ledger, function_modes), offsetof(Ledger, dispatch_modes), offsetof(Ledger, unseen),
+  offsetof(Ledger, newest), offsetof(Ledger, lead), offsetof(Ledger, averaged_by),
+};
+enum { N_HELD = sizeof HELD / sizeof *HELD, N_NEEDED = N_HELD - 3 };
+
+static PyObject **held(Ledger *s, size_t i) { return (PyObject **)((char *)s + HELD[i]); }
+
 static int ledger_traverse(Ledger *s, visitproc visit, void *arg) {
-  Py_VISIT(s->newest);
-  Py_VISIT(s->lead);
-  Py_VISIT(s->averaged_by);
-  Py_VISIT(s->models);
-  Py_VISIT(s->pending);
-  Py_VISIT(s->later);
-  Py_VISIT(s->failed);
-  Py_VISIT(s->tensor);
-  Py_VISIT(s->float32);
-  Py_VISIT(s->strided);
-  Py_VISIT(s->grad_enabled);
-  Py_VISIT(s->function_modes);
-  Py_VISIT(s->dispatch_modes);
-  Py_VISIT(s->unseen);
+  for (size_t i = 0; i < N_HELD; i++) Py_VISIT(*held(s, i));
   return 0;
 }
 
-static int ledger_clear(Ledger *s) { /* keeps what a hook needs to run */
-  Py_CLEAR(s->newest);
-  Py_CLEAR(s->lead);
-  Py_CLEAR(s->averaged_by);
+static int ledger_clear(Ledger *s) {
+  for (size_t i = N_NEEDED; i < N_HELD; i++) Py_CLEAR(*held(s, i));
   return 0;
 }
 
 static void ledger_dealloc(Ledger *s) {
   PyObject_GC_UnTrack(s);
-  ledger_clear(s);
-  Py_CLEAR(s->models);
-  Py_CLEAR(s->pending);
-  Py_CLEAR(s->later);
-  Py_CLEAR(s->failed);
-  Py_CLEAR(s->tensor);
-  Py_CLEAR(s->float32);
-  Py_CLEAR(s->strided);
-  Py_CLEAR(s->grad_enabled);
-  Py_CLEAR(s->function_modes);
-  Py_CLEAR(s->dispatch_modes);
-  Py_CLEAR(s->unseen);
+  for (size_t i = 0; i < N_HELD; i++) Py_CLEAR(*held(s, i));
   if (s->view.obj != NULL) PyBuffer_Release(&s->view);
   Py_TYPE(s)->tp_free(s);
 }
@@ -295,14 +277,13 @@ typedef struct {
 } CollectionTimer;
 
 static int timer_init(CollectionTimer *t, PyObject *args, PyObject *kwargs) {
-  static char *names[] = {"words", "ns", "count", NULL};
   PyObject *words;
   Py_ssize_t ns, count;
   if (t->view.obj != NULL) {
     PyErr_SetString(PyExc_TypeError, "a timer is initialised once");
     return -1;
   }
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Onn", names, &words, &ns, &count)) return -1;
+  if (!PyArg_ParseTuple(args, "Onn", &words, &ns, &count)) return -1;
   if (PyObject_GetBuffer(words, &t->view, PyBUF_WRITABLE) < 0) return -1;
   if (ns < 0 || count < 0 || ns >= t->view.len / 8 || count >= t->view.len / 8) {
     PyErr_SetString(PyExc_ValueError, "the words are not inside the page");
