@@ -206,10 +206,10 @@ def test_an_error_in_c_is_counted_and_does_not_reach_the_job(tmp_path: Path, mon
     ends(1, 2)  # a wrong number of arguments for this hook: the slow path is called
     assert asked == [(1, 2)]
     monkeypatch.setattr(state, "RAISE", False)
-    assert ends("no time") is None and page.header.errors == 1
+    assert ends("no time", None, None) is None and page.header.errors == 1
     monkeypatch.setattr(state, "RAISE", True)
     with pytest.raises(TypeError):
-        ends("no time")  # raised in our own tests
+        ends("no time", None, None)  # raised in our own tests
     with pytest.raises(ValueError, match="no hook"):
         accounts.fast_hook(ledger, "no such hook", print)
     with pytest.raises(TypeError, match="CallFrame"):

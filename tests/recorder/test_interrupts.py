@@ -17,7 +17,6 @@ import pytest
 
 from distdiag.recorder import state
 from distdiag.recorder.fast import accounts
-from distdiag.recorder.hooks import step
 from distdiag.recorder.hooks.wrap_collectives import wrap_wait
 from distdiag.recorder.hooks.wrapping import around
 from tests.jobs import ONE_RANK, REPOSITORY, clean_env
@@ -44,13 +43,6 @@ def _wait(ended: Callable[..., None]) -> Callable[..., Any]:
     return wrap_wait(SimpleNamespace(wait_ends=ended), blocked, lambda _: (1, True))  # type: ignore[arg-type]
 
 
-def _sync(ended: Callable[..., None]) -> Callable[..., Any]:
-    accounting = SimpleNamespace(ledger=None, words=None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "forward_waits", lambda _: (lambda _: 1, ended))
-        return step.ddp_sync_buffers(accounting, blocked)  # type: ignore[arg-type]
-
-
 def of_recorder(function: str) -> Callable[..., Any]:
     """Return a function of the recorder's; `arrives(number)` in it raises a signal."""
     names = {"__name__": "distdiag.recorder.test", "arrives": signal.raise_signal}
@@ -62,7 +54,7 @@ def ours(error: BaseException) -> list[str]:
     return [f.f_code.co_name for f in frames if str(f.f_globals.get("__name__")).startswith("distdiag.")]
 
 
-@pytest.mark.parametrize("wrapper", [_around, _wait, _sync])
+@pytest.mark.parametrize("wrapper", [_around, _wait])
 def test_an_error_of_c_code_with_a_pending_interrupt_is_raised_first(wrapper: Callable[..., Any]) -> None:
     ended: list[object] = []
     call = wrapper(lambda *args: ended.append(args[0]))

@@ -46,8 +46,7 @@ class BucketRebuilds:
     @guarded
     def _ends(self, began: tuple[Any, int] | None, rebuilt: bool | None, _error: BaseException | None) -> None:
         m, at_ns = began or (None, 0)
-        if at_ns:
-            self._waits[1](at_ns)
+        self._waits[1](at_ns, None, None)
         if m is not None and (rebuilt or self._words[m.forwards_at] > FORWARDS):
             self._open.discard(id(m.ref()))
         self._open &= self._models.keys()

@@ -23,7 +23,7 @@ from distdiag.recorder.frames import PACKAGE, kind_of
 from distdiag.recorder.hooks.bucket_rebuilds import BucketRebuilds
 from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.ddp_models import constructed, constructing
-from distdiag.recorder.hooks.step import autograd_backward, ddp_forward, ddp_sync_buffers, loader_next
+from distdiag.recorder.hooks.step import autograd_backward, ddp_forward, forward_waits, loader_next
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.wrapping import around, settle, wraps
 from distdiag.recorder.state import guarded, now_ns
@@ -91,7 +91,7 @@ def _wrap_ddp(accounting: StepAccounting) -> None:
     DDP.forward = ddp_forward(accounting, DDP.forward)  # type: ignore[method-assign]
     original_sync = getattr(DDP, "_sync_buffers", None)
     if original_sync is not None:
-        DDP._sync_buffers = ddp_sync_buffers(accounting, original_sync)  # type: ignore[method-assign]
+        DDP._sync_buffers = around(original_sync, *forward_waits(accounting))  # type: ignore[method-assign]
 
 
 @guarded

@@ -222,8 +222,11 @@ def _forward_failed(accounting: StepAccounting, m: Model | None, error: BaseExce
         accounting.checks.unused.forward_failed(m, error, m.forward_site)
 
 
-def forward_waits(accounting: StepAccounting) -> tuple[Callable[[Any], int], Callable[[int], None]]:
-    """Return what to call before and after a broadcast of DDP in its forward: with the DDP module; with what that returned."""
+def forward_waits(accounting: StepAccounting) -> tuple[Callable[[Any], int], Callable[[int | None, Any, Any], None]]:
+    """Return what to call before and after a broadcast of DDP in its forward, for `around`: the first gets the DDP module.
+
+    In `DistributedDataParallel._sync_buffers` ranks wait for the rank that broadcasts its buffers.
+    """
     ledger, words, models = accounting.ledger, accounting.words, accounting.ledger.models
 
     def slow_begins(module: Any) -> int:
@@ -237,7 +240,9 @@ def forward_waits(accounting: StepAccounting) -> tuple[Callable[[Any], int], Cal
             return began
         return 0
 
-    def slow_ends(began: int) -> None:
+    def slow_ends(began: int | None, _out: Any, _error: BaseException | None) -> None:
+        if not began:
+            return
         words[_BLOCKED] = 0
         waited = now_ns() - began
         ledger.wait_ns += waited
@@ -245,30 +250,6 @@ def forward_waits(accounting: StepAccounting) -> tuple[Callable[[Any], int], Cal
             ledger.forward_wait_ns += waited
 
     return fast_hook(ledger, "sync_begins", slow_begins), fast_hook(ledger, "sync_ends", slow_ends)
-
-
-def ddp_sync_buffers(accounting: StepAccounting, original: Method) -> Method:
-    """Return the hook of `DistributedDataParallel._sync_buffers`, in which ranks wait for the rank that broadcasts its buffers."""
-    begins, ends = forward_waits(accounting)
-
-    @wraps(original)
-    def _sync_buffers(self: Any) -> Any:
-        began = 0
-        try:
-            began = begins(self)
-            out = original(self)
-            if began:
-                ends(began)
-            return out
-        except BaseException as e:
-            e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
-            try:
-                settle(e, ends if began else None, (began,))
-            except BaseException as late:
-                settle_late(late, e, ends if began else None, (began,))
-            raise
-
-    return _sync_buffers
 
 
 def _backward_begins(accounting: StepAccounting) -> Callable[[Any], int]:

@@ -78,7 +78,7 @@ def around(
     c_method: bool = False,
     file: str | None = None,
 ) -> Any:
-    """Return `original` with a call before it and one after it, whether it returns or raises; not for what runs in every step.
+    """Return `original` with a call before it and one after it, whether it returns or raises; not for what runs several times a step.
 
     Args:
         original: A function or method.

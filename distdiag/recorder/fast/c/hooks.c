@@ -220,9 +220,11 @@ static int sync_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObject *
   return begins(s->head[BLOCKED_SINCE], result);
 }
 
-static int sync_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* began */
+static int sync_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObject **result) { /* began, … */
   uint64_t began;
+  if (args[0] == Py_None) return done(result);
   if (time_of(args[0], &began) < 0) return -1;
+  if (began == 0) return done(result);
   s->head[BLOCKED] = 0;
   uint64_t waited = now_ns() - began;
   s->wait_ns += waited;
@@ -377,7 +379,7 @@ static int optimizer_ends(Ledger *s, FastHook *u, PyObject *const *args, PyObjec
 const NamedHook HOOKS[] = {
   {"data_begins", data_begins, 1, NULL, 0}, {"data_ends", data_ends, 3, NULL, 1},
   {"forward_begins", forward_begins, 2, NULL, 0}, {"forward_ends", forward_ends, 2, NULL, 0},
-  {"sync_begins", sync_begins, 1, NULL, 0}, {"sync_ends", sync_ends, 1, NULL, 0},
+  {"sync_begins", sync_begins, 1, NULL, 0}, {"sync_ends", sync_ends, 3, NULL, 0},
   {"backward_begins", backward_begins, 1, &CallFrameType, 1}, {"backward_ends", backward_ends, 1, NULL, 0},
   {"gradient_is_ready", gradient_is_ready, 1, &GradientWordsType, 1},
   {"optimizer_begins", optimizer_begins, 3, NULL, 0}, {"optimizer_ends", optimizer_ends, 3, NULL, 0},
