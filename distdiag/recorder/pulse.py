@@ -7,6 +7,7 @@ twice a second and counters once; `counted_ns` is the time of the last count.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from distdiag.page.layout import BACKEND_FRAME, STACK, STILL_NS, Blocked, Header, word
-from distdiag.recorder import garbage, state
+from distdiag.recorder import state
 from distdiag.recorder.busy_thread import BusyThread
 from distdiag.recorder.frames import (
     USER,
@@ -40,7 +41,7 @@ _BLOCKED, _GOES_ON = word("blocked"), (int(Blocked.NO), int(Blocked.DDP))  # in 
 _VERSION, _DEPTH, _STACK = word("stack_version"), word("stack_depth"), Header.stack.offset // 8
 _RAW, _STACK_NS = word("raw_innermost"), word("stack_ns")
 _HANDLING, _HANDLING_SITE = word("handling"), word("handling_site")
-_PHASE, _STACK_PHASE = word("phase"), word("stack_phase")
+_PHASE, _STACK_PHASE, _GC_OFF = word("phase"), word("stack_phase"), word("gc_off")
 
 _NONE = (0, 0)
 _SHOWN = 400  # characters
@@ -117,7 +118,7 @@ class Pulse:
         if self.accounting is not None:
             self.accounting.poll()
         if beats % 4 == 0:
-            garbage.poll(self.recorder)
+            words[_GC_OFF] = not gc.isenabled()
             self._busy.poll()
             self.header.tools = _tools()
             self._device()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import importlib
 import os
 import platform
 import signal
@@ -25,7 +24,7 @@ from distdiag import files, procfs
 from distdiag.page import directories, profile_files
 from distdiag.page.layout import STACK, LifeWord, Phase, SampleKind, page_path
 from distdiag.page.writer import PageWriter
-from distdiag.recorder import garbage, relayed_exceptions, run_claim, state
+from distdiag.recorder import frames, relayed_exceptions, run_claim, state
 from distdiag.recorder.after_import import after_import
 from distdiag.recorder.descriptors import KeptFile
 from distdiag.recorder.frames import USER, absolute, kind_of, kind_of_file, user_stack
@@ -67,14 +66,15 @@ class Session:
             return
         import torch
 
+        from distdiag.recorder.fast import accounts
+
         recorder = self.recorder
-        garbage.watch(recorder)
+        accounts.time_collections(recorder.page)
         facts: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
         missing = [] if torch.distributed.is_available() else ["torch.distributed"]
         if not missing:
             from torch._C import _distributed_c10d as c10d
 
-            from distdiag.recorder.fast import accounts
             from distdiag.recorder.hooks import (
                 flight_recorders,
                 functional,
@@ -152,12 +152,8 @@ class Session:
 
     def _write_native_frames_on(self, number: int) -> None:
         """Write the main thread's native frames to `r<rank>.native` on this signal; needs the compiled module."""
-        try:
-            _native = importlib.import_module("distdiag.recorder.fast._native")
-        except ImportError:
-            return
-        if signal.getsignal(number) is signal.SIG_DFL:
-            _native.install(number, self._create_handler_file(f"r{self.recorder.header.rank}.native"))
+        if frames._native is not None and signal.getsignal(number) is signal.SIG_DFL:
+            frames._native.install(number, self._create_handler_file(f"r{self.recorder.header.rank}.native"))
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -186,9 +182,9 @@ class Session:
         self.recorder.header.trace_signal = 0
         recorder, h = self.recorder, self.recorder.header
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
-        last, frames = relayed_exceptions.original(last, h.rank)
+        last, relayed = relayed_exceptions.original(last, h.rank)
         inner = [
-            recorder.page.site(file, line, name) for file, line, name in reversed(frames) if kind_of_file(file) == USER
+            recorder.page.site(file, line, name) for file, line, name in reversed(relayed) if kind_of_file(file) == USER
         ]
         h.exception = recorder.page.text(last[:2000])
         h.exception_ns = now_ns()
@@ -199,20 +195,16 @@ class Session:
     def _record_frames(self, tb: TracebackType | None, inner: list[int]) -> None:
         """Record the user's frames that an exception went through, innermost first, after those of `inner`."""
         recorder, h = self.recorder, self.recorder.header
-        frames = []
-        while tb is not None:
-            frames.append((tb.tb_frame, tb.tb_lineno))
-            tb = tb.tb_next
-        sites: list[int] = inner[:STACK]
-        if frames:
-            wanted = set(map(id, user_stack(frames[-1][0], 64)))
-            for frame, line in reversed(frames):
-                if id(frame) in wanted and len(sites) < STACK:
-                    code = frame.f_code
-                    sites.append(recorder.page.site(absolute(code.co_filename), line, code.co_name))
-        for i, s in enumerate(sites):
+        passed = [(f, f.f_code, line) for f, line in traceback.walk_tb(tb)]
+        wanted = set(map(id, user_stack(passed[-1][0] if passed else None, 64)))
+        sites = inner + [
+            recorder.page.site(absolute(code.co_filename), line, code.co_name)
+            for f, code, line in reversed(passed)
+            if id(f) in wanted
+        ]
+        for i, s in enumerate(sites[:STACK]):
             h.exception_stack[i] = s
-        h.exception_depth = len(sites)
+        h.exception_depth = min(len(sites), STACK)
 
     @guarded
     def exiting(self, code: int | None = None, tb: TracebackType | None = None) -> None:
@@ -370,7 +362,6 @@ def _unhandled() -> BaseException | None:
 
 
 def _command() -> str:
-@guarded
     """Return this process's command line without secrets."""
     try:
         arguments = Path("/proc/self/cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
@@ -379,6 +370,7 @@ def _command() -> str:
     return " ".join(arguments if secrets.kept() else secrets.mask(arguments))[:2000]
 
 
+@guarded
 def _in_child(session: Session) -> None:
     """Detach a forked child (mostly a DataLoader worker) from its parent's page."""
     global current

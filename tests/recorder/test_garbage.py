@@ -8,14 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from distdiag.page.layout import word
-from distdiag.recorder import garbage
+from distdiag.page.writer import PageWriter
 from distdiag.recorder.fast import accounts
+from distdiag.recorder.pulse import Pulse
+from distdiag.recorder.state import Recorder
 
 compiled = pytest.mark.skipif(not accounts.COMPILED, reason="the hooks were not compiled at the install")
 
@@ -24,10 +27,10 @@ compiled = pytest.mark.skipif(not accounts.COMPILED, reason="the hooks were not 
 def watched() -> Iterator[Any]:
     """Yield the words of a page into which collections are timed."""
     words = memoryview(bytearray(8 * (word("gc_off") + 1))).cast("Q")
-    recorder: Any = SimpleNamespace(page=SimpleNamespace(words=words))
+    page: Any = SimpleNamespace(words=words)
     before = list(gc.callbacks)
     try:
-        garbage.watch(recorder)
+        accounts.time_collections(page)
         yield words
     finally:
         gc.callbacks[:] = before
@@ -81,14 +84,14 @@ def test_a_signal_during_a_collection_reaches_the_job() -> None:
     assert (run.stdout, run.stderr) == ("interrupted\n", "")
 
 
-def test_it_is_recorded_whether_collections_are_off() -> None:
-    words: Any = [0] * (word("gc_off") + 1)
-    recorder: Any = SimpleNamespace(page=SimpleNamespace(words=words))
+def test_it_is_recorded_whether_collections_are_off(tmp_path: Path) -> None:
+    page = PageWriter(tmp_path / "r0.page")
     gc.disable()
     try:
-        garbage.poll(recorder)
-        assert words[word("gc_off")] == 1
+        Pulse(Recorder(page)).beat()
+        assert page.words[word("gc_off")] == 1
     finally:
         gc.enable()
-    garbage.poll(recorder)
-    assert words[word("gc_off")] == 0
+    page.words[word("beats")] = 0  # it is checked in every fourth
+    Pulse(Recorder(page)).beat()
+    assert page.words[word("gc_off")] == 0

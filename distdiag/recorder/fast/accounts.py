@@ -8,6 +8,7 @@ slow path does everything, and the classes here replace those in C.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -182,9 +183,13 @@ def ledger(page: PageWriter, main_thread: int | None) -> Ledger:
     return made
 
 
-def collection_timer(page: PageWriter) -> Callable[[str, dict[str, Any]], None] | None:
-    """Return a callback for `gc.callbacks` that times full collections into the page; None if it is not compiled."""
-    return None if _c is None else _c.CollectionTimer(page.words, word("gc_ns"), word("gc_count"))
+def time_collections(page: PageWriter) -> None:
+    """Time the collections of the oldest generation into the page from now on, if the hooks are compiled.
+
+    A callback in Python would swallow a Ctrl-C that comes during a collection: see `c/module.c`.
+    """
+    if _c is not None:
+        gc.callbacks.append(_c.CollectionTimer(page.words, word("gc_ns"), word("gc_count")))
 
 
 def fast_hook(shared: Ledger, name: str, slow: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
