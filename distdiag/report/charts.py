@@ -8,7 +8,7 @@ Colours are Okabe and Ito's, which every kind of colour vision can distinguish; 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -28,7 +28,6 @@ LABELS = {
     "hidden": "compute and communication",
     "transfer": "communication",
 }
-PHASES_AXIS = "ms per step (medians)"
 # placeholders, replaced by colours of the page's theme
 _INK, _LINE = "#010203", "#040506"
 
@@ -50,16 +49,19 @@ def style(ink: str, line: str) -> dict[str, Any]:
 _PAGE: Any = style(_INK, _LINE) | {"svg.fonttype": "none", "savefig.transparent": True}
 
 
-def step_time(points: Sequence[SeriesPoint], findings: Sequence[Finding] = ()) -> str:
-    """Draw the job's step time, below it the loss if it was logged; the first step of each finding is marked."""
-    with matplotlib.rc_context(_PAGE | {"svg.hashsalt": "step time"}):
+def svg(draw: Callable[..., None], *what: Any) -> str:
+    """Return what `draw` draws of `what` into an empty figure, in the colours of the page."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(_PAGE | {"svg.hashsalt": draw.__name__}):
         figure = Figure(layout="constrained")
-        draw_step_time(figure, points, findings)
-        return _svg(figure)
+        draw(figure, *what)
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue().replace(_INK, "currentColor").replace(_LINE, "var(--line)")
+    return text[text.index("<svg") :]
 
 
 def draw_step_time(figure: Figure, points: Sequence[SeriesPoint], findings: Sequence[Finding]) -> None:
-    """Draw into an empty figure what `step_time` shows."""
+    """Draw the job's step time, below it the loss if it was logged; the first step of each finding is marked."""
     losses = [p for p in points if p.loss is not None]
     figure.set_size_inches(9, 3.9 if losses else 2.6)
     rows = figure.subplots(2 if losses else 1, 1, sharex=True, squeeze=False)[:, 0]
@@ -86,21 +88,14 @@ def top_of_axis(values: Sequence[float]) -> float:
     return 1.05 * (1.5 * most if high > 3 * most > 0 else high) or 1.0
 
 
-def phases(ranks: Sequence[RankSummary]) -> str:
+def draw_phases(figure: Figure, ranks: Sequence[RankSummary]) -> None:
     """Draw a bar per rank: its step by phases. Waiting for other ranks is taken out of backward and drawn last."""
-    return _bars("phases", [r.rank for r in ranks], [steps.split(r) for r in ranks], PHASES_AXIS)
+    draw_bars(figure, [r.rank for r in ranks], [steps.split(r) for r in ranks], "ms per step (medians)")
 
 
-def profile(ranks: Sequence[RankTimes]) -> str:
+def draw_profile(figure: Figure, ranks: Sequence[RankTimes]) -> None:
     """Draw a bar per rank: its step in a profile."""
-    return _bars("profile", [r.rank for r in ranks], [parts_of(r) for r in ranks], "ms per step")
-
-
-def _bars(salt: str, ranks: Sequence[int], parts: Sequence[Mapping[str, float]], axis: str) -> str:
-    with matplotlib.rc_context(_PAGE | {"svg.hashsalt": salt}):
-        figure = Figure(layout="constrained")
-        draw_bars(figure, ranks, parts, axis)
-        return _svg(figure)
+    draw_bars(figure, [r.rank for r in ranks], [parts_of(r) for r in ranks], "ms per step")
 
 
 def draw_bars(figure: Figure, ranks: Sequence[int], parts: Sequence[Mapping[str, float]], axis: str) -> None:
@@ -119,10 +114,3 @@ def draw_bars(figure: Figure, ranks: Sequence[int], parts: Sequence[Mapping[str,
     axes.set_xlabel(axis)
     axes.grid(visible=False, axis="y")
     axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False)
-
-
-def _svg(figure: Figure) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue().replace(_INK, "currentColor").replace(_LINE, "var(--line)")
-    return text[text.index("<svg") :]

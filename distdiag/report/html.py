@@ -45,9 +45,11 @@ def render(facts: RunFacts) -> str:
         worst=facts.open_findings[0] if facts.open_findings else None,
         ranks=shown,
         collectives=facts.collectives[:MAX_COLLECTIVES],
-        step_chart=Markup(charts.step_time(facts.series, facts.findings)) if len(facts.series) > 1 else None,
-        profile_chart=Markup(charts.profile(facts.profile.ranks[:MAX_BARS]))
+        step_chart=Markup(charts.svg(charts.draw_step_time, facts.series, facts.findings))
+        if len(facts.series) > 1
+        else None,
+        profile_chart=Markup(charts.svg(charts.draw_profile, facts.profile.ranks[:MAX_BARS]))
         if facts.profile and facts.profile.ranks
         else None,
-        phase_chart=Markup(charts.phases(notable_ranks(timed, MAX_BARS))) if timed else None,
+        phase_chart=Markup(charts.svg(charts.draw_phases, notable_ranks(timed, MAX_BARS))) if timed else None,
     )

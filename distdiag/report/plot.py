@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import matplotlib
@@ -13,7 +14,6 @@ from matplotlib.figure import Figure
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.report import charts, facts, steps
 from distdiag.store.reader import Run
-from distdiag.terms.steps import split
 
 MAX_CELLS = 400  # columns of a heat map
 LEAST_SCALE_MS, LEAST_SHARE = 5.0, 0.25  # of the heat map's colours, and of the median step: noise must not glow
@@ -47,10 +47,7 @@ class Plot:
         points = steps.series(steps.job_steps(steps.read_steps(self._run)))
         if len(points) < 2:
             raise _no_steps(self._run)
-        with matplotlib.rc_context(_STYLE):
-            figure = Chart(layout="constrained")
-            charts.draw_step_time(figure, points, self._run.findings())
-        return figure
+        return _drawn(charts.draw_step_time, points, self._run.findings())
 
     def heat(self) -> Figure:
         """Draw each rank's own time in each step, ms more than the median rank: a slow rank is a row, a slow step a column.
@@ -92,10 +89,14 @@ class Plot:
         shown = facts.notable_ranks(tuple(r for r in every if r.step_ms is not None), 32)
         if not shown:
             raise _no_steps(self._run)
-        with matplotlib.rc_context(_STYLE):
-            figure = Chart(layout="constrained")
-            charts.draw_bars(figure, [r.rank for r in shown], [split(r) for r in shown], charts.PHASES_AXIS)
-        return figure
+        return _drawn(charts.draw_phases, shown)
+
+
+def _drawn(draw: Callable[..., None], *what: Any) -> Figure:
+    with matplotlib.rc_context(_STYLE):
+        figure = Chart(layout="constrained")
+        draw(figure, *what)
+    return figure
 
 
 def excess(found: steps.Steps) -> tuple[list[int], int, int, steps.Floats]:
