@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from distdiag.diagnosis.model.findings import Finding, Gradients, State, still_open
+from distdiag.diagnosis.model.findings import Finding, Gradients, still_open
 from distdiag.report import steps as step_tables
 from distdiag.report.steps import Quantiles, SeriesPoint, Steps
-from distdiag.report.words import local_time
+from distdiag.report.words import verdict
 from distdiag.store import rundir
 from distdiag.store.liveness import Monitor, number
 from distdiag.store.reader import Run
@@ -23,7 +23,7 @@ from distdiag.store.rows import Event, LoaderRow, ProbeResult
 from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth, message_bytes, moves_bytes
 from distdiag.terms.sites import line_text
 from distdiag.terms.steps import DDP_TIMES, TIMES
-from distdiag.terms.units import percent
+from distdiag.terms.units import duration, percent
 from distdiag.traces import saved as saved_profiles
 from distdiag.traces.model import Profile
 
@@ -140,6 +140,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: str
     state_text: str | None  # what decided it
+    verdict: str  # the first line of `distdiag diagnose`: state, number of findings, ranks to examine first
     monitor: str
     started_unix_s: float | None
     duration_s: float | None
@@ -196,6 +197,7 @@ def read_facts(run: Run) -> RunFacts:
         name=meta.get("name") or run.path.resolve().name,
         state=report.state,
         state_text=report.state_text,
+        verdict=verdict(report),
         monitor=str(run.monitor(meta)),
         started_unix_s=number(meta.get("started_unix_s")),
         duration_s=ended if ended is not None else newest,
@@ -345,17 +347,6 @@ def _gpus(run: Run) -> tuple[GpuSummary, ...]:
     return tuple(out)
 
 
-_STATE_WORDS: dict[str, str] = {
-    State.WAITING: "not every rank has reported",
-    State.RUNNING: "the job is running",
-    State.STALLED: "ranks wait, unusually long for this job, for one that is alive and busy",
-    State.DEADLOCKED: "proved: the job cannot continue",
-    State.DEGRADED: "the job continues with an error or without a rank",
-    State.ENDED: "the job ended",
-    State.FAILED: "the job failed",
-}
-
-
 def notable_ranks(ranks: tuple[RankSummary, ...], most: int) -> tuple[RankSummary, ...]:
     """Return up to `most` ranks, by rank: all, or those with the largest self time (and those that are dead)."""
     if len(ranks) <= most:
@@ -367,10 +358,6 @@ def notable_ranks(ranks: tuple[RankSummary, ...], most: int) -> tuple[RankSummar
     return tuple(sorted(sorted(ranks, key=weight, reverse=True)[:most], key=lambda r: r.rank))
 
 
-def verdict_words(facts: RunFacts) -> str:
-    """Return the state as a sentence, with the time that it is of if the job was still running."""
-    words = (facts.state in (State.ENDED, State.FAILED) and facts.state_text) or _STATE_WORDS.get(facts.state, "")
-    if facts.monitor != Monitor.LIVE or facts.started_unix_s is None or facts.duration_s is None:
-        return words
-    newest = local_time(facts.started_unix_s + facts.duration_s, "%H:%M:%S")
-    return f"{words}, as of {newest}".removeprefix(", ")
+def lasted(facts: RunFacts) -> str:
+    """Return how long the run took, or has been running until what the report shows."""
+    return duration(facts.duration_s) + (" so far" if facts.monitor == Monitor.LIVE else "")

@@ -7,9 +7,9 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from distdiag.diagnosis.model.findings import Certainty, Severity, rank_list, ranks_seen
+from distdiag.diagnosis.model.findings import rank_list, ranks_seen
 from distdiag.report import words
-from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
+from distdiag.report.facts import RunFacts, lasted, notable_ranks
 from distdiag.terms import units
 from distdiag.terms.steps import RATE
 from distdiag.traces.text import ms_text, path_text, place
@@ -35,13 +35,13 @@ def render(facts: RunFacts) -> str:
     environment.globals.update(
         ms=words.milliseconds, from_us=words.from_us, number=words.number, percent=units.percent, size=units.size_text, rate=units.rate_text,
         duration=units.duration, gradient_times=words.gradient_times, of_rate=RATE, gradient_words=words.gradient_words, moment=words.moment,
-         rank_list=rank_list, ranks_seen=ranks_seen, trace_ms=ms_text, place=place, path_text=path_text, Certainty=Certainty, Severity=Severity,
+         rank_list=rank_list, ranks_seen=ranks_seen, trace_ms=ms_text, place=place, path_text=path_text,
     )  # fmt: skip
     shown = notable_ranks(facts.ranks, MAX_RANKS)
     timed = tuple(r for r in shown if r.step_ms is not None)
     return environment.get_template("report.html.j2").render(
         f=facts,
-        state_words=verdict_words(facts),
+        lasted=lasted(facts),
         worst=facts.open_findings[0] if facts.open_findings else None,
         ranks=shown,
         collectives=facts.collectives[:MAX_COLLECTIVES],

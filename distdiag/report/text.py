@@ -8,7 +8,7 @@ from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list, ranks_seen
 from distdiag.diagnosis.text.finding import where_text
-from distdiag.report.facts import RunFacts, notable_ranks, verdict_words
+from distdiag.report.facts import RunFacts, lasted, notable_ranks
 from distdiag.report.words import from_us, gradient_times, gradient_words, milliseconds, moment, number, visible
 from distdiag.terms.steps import RATE
 from distdiag.terms.tables import table, wrapped
@@ -46,13 +46,8 @@ def _wrap(label: str, text: str | None) -> list[str]:
 
 
 def _head(f: RunFacts) -> list[str]:
-    words = verdict_words(f)
-    lines = [f"{f.name}  {f.state.upper()}" + (f": {words}" if words else "")]
-    lines.append(f"{f.run}, {moment(f.started_unix_s)}, {duration(f.duration_s)}")
-    lines += [part for n in f.notes for part in wrapped(f"note: {n}")]
-    if not f.findings:
-        lines.append("No findings.")
-    return lines
+    lines = [*wrapped(f.verdict), f"{f.name}, {f.run}", f"{moment(f.started_unix_s)}, {lasted(f)}"]
+    return lines + [part for n in f.notes for part in wrapped(f"note: {n}")]
 
 
 def _places(label: str, places: Sequence[Where]) -> list[str]:

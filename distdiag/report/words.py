@@ -48,14 +48,9 @@ def number(value: float | None, digits: int = 0) -> str:
 
 
 def moment(unix_s: float | None) -> str:
-    """Return local date and time with the offset from UTC, for readers in other time zones."""
-    return MISSING if unix_s is None else local_time(unix_s, "%Y-%m-%d %H:%M:%S %z")
-
-
-def local_time(unix_s: float, form: str) -> str:
-    """Return local time by `strftime`; MISSING for a time beyond the calendar, in a damaged run."""
+    """Return local date and time with the offset from UTC; MISSING for a time beyond the calendar, in a damaged run."""
     try:
-        return time.strftime(form, time.localtime(unix_s))
+        return MISSING if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(unix_s))
     except (OSError, OverflowError, ValueError):
         return MISSING
 

@@ -32,11 +32,11 @@ def test_text_starts_with_the_verdict_and_keeps_its_width(tmp_path: Path) -> Non
         facts_of(make_run(tmp_path / "r", state="deadlocked", findings=(STRAGGLER, DEADLOCK), slow_rank=2))
     )
     lines = output.splitlines()
-    assert lines[0].startswith("cifar  DEADLOCKED: proved")
-    assert lines[3] == "ERROR  deadlock/missing_rank  (proved)"
+    assert lines[0] == "deadlocked: 1 error; look at rank 1 first (4 of 4 ranks seen)"
+    assert lines[1].startswith("cifar, ") and lines[4] == "ERROR  deadlock/missing_rank  (proved)"
     assert "  where    rank 1: /home/me/train.py:88 in evaluate (user_code)" in lines
     assert "WARNING  straggler/data  (suspected, cleared at 30.0 s)" in lines
-    findings = lines[3 : lines.index("The job")]
+    findings = lines[4 : lines.index("The job")]
     assert max(map(len, findings)) <= 80
     assert all(line == line.rstrip() for line in lines)
 
