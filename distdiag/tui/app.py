@@ -12,6 +12,7 @@ from typing import ClassVar
 from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding
 from textual.command import Hit, Hits, Provider
+from textual.events import Key
 from textual.screen import Screen
 from textual.widgets import Input
 
@@ -23,7 +24,7 @@ from distdiag.tui.draw.canvas import Canvas
 from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, line
 from distdiag.tui.draw.text import clean, clip, wrap
 from distdiag.tui.files import Files
-from distdiag.tui.keys import KEYS, key_bar
+from distdiag.tui.keys import KEYS, key_bar, works_on
 from distdiag.tui.navigation import Navigation
 from distdiag.tui.screens import pages, readers
 from distdiag.tui.screens.page import Page
@@ -208,8 +209,12 @@ class DistdiagApp(App[None]):
 
     # -- keys ---------------------------------------------------------------------------------------------------
 
-    def on_key(self) -> None:
+    def on_key(self, event: Key) -> None:
         self.ui.message = ""
+        elsewhere = [k for k in KEYS if event.key in k.keys.split(",") and not works_on(k, self.ui.page)]
+        if elsewhere and not self.ui.typing:
+            event.prevent_default()
+            self.say(f"{elsewhere[0].shown} ({elsewhere[0].help}) works on: {', '.join(elsewhere[0].pages)}")
 
     # -- filter -------------------------------------------------------------------------------------------------
 

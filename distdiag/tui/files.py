@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distdiag.store.liveness import Monitor
 from distdiag.tui import once
+from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.text import quote
 from distdiag.tui.navigation import Viewer
 
@@ -48,6 +49,8 @@ class Files:
 
     async def action_record_profile(self) -> None:
         """Run `distdiag profile`: of the rank that is shown, of all ranks, or of the slowest and a peer if they are many."""
+        if job_state(self.app.snap).word == "DEADLOCK":
+            return self.app.say("no step ends any more, and a profile is of steps: r takes the stacks of all ranks")
         chosen: tuple[str, ...] = ()
         if self.app.ui.page == "rank" and self.app.ui.rank is not None:
             chosen = ("--ranks", str(self.app.ui.rank))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from distdiag.store.liveness import Monitor
 from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.data.state import job_state
 from distdiag.tui.draw.lines import Line, Part, line
 from distdiag.tui.draw.text import cells
 from distdiag.tui.ui import Ui
@@ -20,7 +21,7 @@ class Key:
     help: str  # one line of the help
     shown: str  # as a person writes it
     pages: tuple[str, ...] = ()  # where it means something; empty = everywhere
-    needs: str = ""  # when the key bar shows it: "live", "running", "paused"; empty = always
+    needs: str = ""  # when the key bar shows it: "live", "steps", "running", "paused"; empty = always
 
     @property
     def id(self) -> str:
@@ -45,7 +46,7 @@ KEYS: tuple[Key, ...] = (
     Key("n", "neighbour(1)", "Next rank", "next rank, in the order of the table", "n", ("rank",)),
     Key("p", "neighbour(-1)", "Previous", "previous rank", "p", ("rank",)),
     Key("r", "refresh_stacks", "Take stacks", "take new stacks of all ranks now (distdiag dump)", "r", ("stacks", "rank"), "live"),
-    Key("R", "record_profile", "Record", "record a profile of three steps (distdiag profile)", "R", ("profile", "ranks", "rank"), "live"),
+    Key("R", "record_profile", "Record", "record a profile of three steps (distdiag profile)", "R", ("profile", "ranks", "rank"), "steps"),
     Key("t", "travel", "To that moment", "show the run at the moment this finding was raised", "t", ("findings",)),
     Key("left", "pan(-1)", "", "cursor one cell to the left; earlier", "←", ("heat", "timeline")),
     Key("right", "pan(1)", "", "cursor one cell to the right; later", "→", ("heat", "timeline")),
@@ -85,12 +86,18 @@ _GIVE_WAY = (
 )  # fmt: skip
 
 
+def works_on(key: Key, page: str) -> bool:
+    """True if the key changes what this page shows; `Esc` and what needs a job work everywhere, if asked for."""
+    return not key.pages or page in key.pages or key.action == "back" or bool(key.needs)
+
+
 def applies(key: Key, snap: Snapshot, ui: Ui) -> bool:
     """True if the key does something on this page, in this state."""
     if key.pages and ui.page not in key.pages:
         return False
     live, paused = snap.monitor is Monitor.LIVE, ui.paused_at_s is not None
-    return {"": True, "live": live, "running": live and not paused, "paused": paused}[key.needs]
+    steps = live and job_state(snap).word != "DEADLOCK"
+    return {"": True, "live": live, "steps": steps, "running": live and not paused, "paused": paused}[key.needs]
 
 
 def key_bar(snap: Snapshot, ui: Ui, width: int) -> Line:

@@ -87,16 +87,10 @@ class Navigation:
         if not items:
             return
         item = items[ui.index(ui.page, items)]
-        if ui.page == "findings":
-            found = next((f for f in self.app.snap.findings if f.key == item), None)
-            who = (found.culprits or found.victims) if found else ()
-            return self.open_rank(who[0]) if who else self.app.say("this finding names no single rank")
         if ui.page == "ranks" and ui.group:
             return self.open_node(item)
-        if isinstance(item, tuple) and isinstance(item[0], int):
-            item = item[0]
-        if isinstance(item, int) and isinstance(self.page, RankedPage):
-            self.open_rank(item)
+        rank = self.page.rank_of(self.app.snap, item)
+        return self.app.say("no rank is under the cursor") if rank is None else self.open_rank(rank)
 
     def open_node(self, node: object) -> None:
         self.ui.group = False

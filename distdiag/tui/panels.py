@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distdiag.diagnosis.model.findings import Finding, Where
+from distdiag.diagnosis.model.findings import Finding, Where, rank_list
 from distdiag.diagnosis.text.finding import head_and_more
 from distdiag.terms.activity import SHOWN
 from distdiag.tui.data.snapshot import Snapshot
@@ -121,11 +121,15 @@ def title_line(snap: Snapshot, ui: Ui, width: int, title: str, question: str, ri
 WHOLE_FROM = 30  # lines of a screen that shows a finding as a whole, whatever its subject
 
 
-def where_text(w: Where) -> str:
-    """Return `rank 3: train.py:118 in next_batch (waiting for data)`."""
-    state = f" ({SHOWN.get(w.state) or clean(w.state)})" if w.state else ""
-    at = place(w.file, w.line, w.function) if w.file else ""
-    return f"rank {w.rank}: {at}{state}" if at else f"rank {w.rank}:{state or ' site unknown'}"
+def sites_text(wheres: Sequence[Where], most: int) -> list[str]:
+    """Return `ranks 0, 3: train.py:118 in next_batch (waiting for data)` of each of the first `most` sites."""
+    ranks: dict[str, list[int]] = {}
+    for w in wheres:
+        state = f" ({SHOWN.get(w.state) or clean(w.state)})" if w.state else ""
+        at = place(w.file, w.line, w.function) if w.file else ""
+        ranks.setdefault(f"{at}{state}".strip() or "site unknown", []).append(w.rank)
+    texts = [f"{rank_list(found)}: {text}" for text, found in ranks.items()]
+    return [*texts[:most], *([f"and {len(texts) - most} more"] if len(texts) > most else [])]
 
 
 def names_text(names: Sequence[str], most: int) -> str:
@@ -163,9 +167,7 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
     if f.cost:
         details.append(("cost", clean(f.cost)))
     if f.where:
-        shown = "; ".join(where_text(w) for w in f.where[:2])
-        more = f"; and {len(f.where) - 2} more" if len(f.where) > 2 else ""
-        details.append(("where", shown + more))
+        details.append(("where", "; ".join(sites_text(f.where, 2))))
     if f.names:
         details.append(("names", names_text(f.names, 3)))
     if rest:

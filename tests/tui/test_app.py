@@ -299,6 +299,24 @@ def test_every_key_does_something_and_is_in_the_help(runs: MakeRun) -> None:
     asyncio.run(work())
 
 
+def test_a_key_of_another_screen_says_where_it_works(runs: MakeRun) -> None:
+    """It changed the order of a table that is not on the screen."""
+
+    async def work() -> None:
+        async with showing(runs(RUNNING), (120, 30)) as d:
+            await d.press("2")
+            assert "s (next sort order) works on: ranks, heat, " in await d.press("s")
+            assert d.app.ui.sort == "severity"
+            assert "no rank is under the cursor" in await d.press("8", "enter")
+        async with showing(runs(Scenario(state="deadlocked", ranks=8))) as d:
+            assert " rank 5 " in await d.press("7", "down", "down", "down", "enter")
+            text = await d.press("0")
+            assert "No step ends any more" in text and "Record" not in text
+            assert "no step ends any more" in await d.press("R")
+
+    asyncio.run(work())
+
+
 def test_a_slow_page_is_drawn_late_and_correctly(runs: MakeRun) -> None:
     """Until the data of a page have arrived, the previous page stays: no panel shows "nothing" for data that are not read yet."""
 

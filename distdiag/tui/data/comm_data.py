@@ -173,6 +173,8 @@ def in_flight(frame: Frame, members: dict[str, tuple[int, ...]]) -> tuple[InFlig
     for i, group in enumerate(last_groups):
         if group and last_seqs[i] == last_seqs[i]:
             past.setdefault(group, {})[int(ranks[i])] = int(last_seqs[i])
+    for (_, group, seq), rows in found.items():  # who is in another collective of the same number is not past it
+        past.setdefault(group, {}).update((int(ranks[i]), seq - 1) for i in rows if seq is not None)
     out = []
     for (op, group, seq), rows in found.items():
         inside = tuple(int(ranks[i]) for i in rows)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from distdiag.tui.data.snapshot import Snapshot
+from distdiag.tui.draw import severity
 from distdiag.tui.ui import Ui
 
 
@@ -39,7 +40,7 @@ BY_KEY = {o.key: o for o in ORDERS}
 def ordered(snap: Snapshot, ui: Ui) -> list[int]:
     """Return the rows of the frame that pass the filter, in the chosen order.
 
-    By default worse first; among the flagged the larger Δ self first, all others by rank, so that healthy rows keep
+    By default worse first; among the flagged the blamed first, then the larger Δ self, all others by rank, so that healthy rows keep
     their places while their numbers flicker.
     """
     if snap.frame is None:
@@ -51,8 +52,9 @@ def ordered(snap: Snapshot, ui: Ui) -> list[int]:
         delta = table.numbers("delta_self_ms")
         some = set(rows) if ui.filter.tests else None
         flagged = [i for i in snap.summary.flagged if some is None or i in some]
-        blamed = table.words("severity")
-        flagged.sort(key=lambda i: (-marks[i].level, not blamed[i], -delta[i] if delta[i] == delta[i] else 0.0, i))
+        blamed = [0 if s is None else -severity.of_finding(s).level for s in table.words("severity")]
+        # all ranks of a job that failed are lost: first the one that is to blame for it
+        flagged.sort(key=lambda i: (-marks[i].level, blamed[i], -delta[i] if delta[i] == delta[i] else 0.0, i))
         quiet = rows
         if flagged:
             named = set(flagged)

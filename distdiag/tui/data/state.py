@@ -97,7 +97,8 @@ def _from_frame(snap: Snapshot) -> JobState:
             reported += f"; missing {rank_list(s.missing).split(' ', 1)[1]}"
         start = "did the launcher start every rank? do they all have `DISTDIAG=1`, and the same run directory?"
         do = CREATE if not world else start if s.missing or s.reported < world else ""
-        return JobState(*_WORDS[state], text or reported, do)
+        begun = ", no step yet" if s.reported == world else ""  # for what it waits then
+        return JobState(*_WORDS[state], (text or reported) + begun, do)
     if state == State.RUNNING:
         return JobState(*_WORDS[state], text or ranks)
     if state in (State.STALLED, State.DEADLOCKED):

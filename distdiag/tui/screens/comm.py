@@ -79,7 +79,7 @@ FLIGHT = (
     _F("", "size", 9, "bytes", lambda f: size(f.bytes), ">", 2),
     _F("", "age", 12, "of the rank that waits longest", lambda f: seconds(f.age_s)),
     _F("", "entered", 14, "ranks that are in it", lambda f: _entered(f), "<", 1),
-    _F("", "waits for", 10, "members that have not entered it", lambda f: _missing(f), "<", 0, 60),
+    _F("", "waits for", 16, "members that have not entered it", lambda f: _missing(f), "<", 0, 60),
 )
 
 
@@ -130,7 +130,7 @@ def _gradients(o: OpStats) -> Line:
     share = 100 * (o.exposed_share or 0.0)
     much = share >= 100 * EXPOSED
     sent = f"{size(o.bytes)} in {counted(o.buckets, 'bucket')}"
-    text = f" gradients: {sent}, {_ms(o.p50_us)} ms a step, {_ms(o.exposed_us)} ms of it exposed: {percent(share)} of step time"
+    text = f" gradients: {sent}, {_ms(o.p50_us)} ms a step, {_ms(o.exposed_us)} exposed: {percent(share)} of a step"
     return line((f" {WARN.glyph if much else '·'}", "warning" if much else "muted"), text)
 
 
@@ -176,8 +176,7 @@ class CommPage(Page[CommData]):
         if data.ops:
             sheet.note(" bandwidth in GB/s (10^9 B/s), transfer only: waiting for late ranks is in skew")
             sheet.add(_reached(data, data.ops[chosen], ui, width), verdict(data, snap))
-        below = len(flights) + len(strip) + 1
-        sheet.add(*strip, BLANK, *matrix(data, width, sheet.left - below), *flights)
+        sheet.add(*strip, BLANK, *flights)
         if data.ops and snap.t_s is not None and sheet.left - 2 > CHART_HEIGHT:
             left, several = sheet.left - 2, [o for o in (data.ops[chosen], *data.ops) if len(o.history) > 1]
             several = list(dict.fromkeys(several))[: max(1, left // ROW_OF_CHARTS)]
@@ -242,7 +241,6 @@ def _flights(data: CommData, width: int, room: int) -> list[Line]:
 LEAST_SPREAD_MS = 0.5  # between first and last arrival; below it the picture would show noise
 STALE_S = 5.0  # from this age on a collective in flight is drawn as an error
 ARRIVALS = "when the ranks arrive, after the first of them (of each rank the median); a higher bar is more ranks"
-_NAME, _CELL = 20, 18
 Marks = tuple[tuple[float, str], ...]  # moments and their style
 
 
@@ -267,7 +265,7 @@ def arrivals(frame: Frame | None, data: CommData, at: int, width: int, room: int
 
 
 def _name(o: OpStats) -> str:
-    return clip(f"{clean(o.op)} {size(o.bytes) if o.bytes is not None else ''}".rstrip(), _NAME + 4)
+    return clip(f"{clean(o.op)} {size(o.bytes) if o.bytes is not None else ''}".rstrip(), 24)
 
 
 def _strip(name: str, lead_cells: int, known: list[tuple[float, int]], width: int) -> Line:
@@ -315,39 +313,6 @@ def charts(o: OpStats, now: float, width: int, height: int, marks: Marks, ascii_
     made = grid(found, times[0], end, width - 1, height - 1, ascii_only)
     name = f" {clean(o.op)} {size(o.bytes) if o.bytes is not None else ''}".rstrip()
     return [line((name, "bold"), (f"   group {clean(o.group)}", "muted")), *made] if made else []
-
-
-def matrix(data: CommData, width: int, room: int) -> list[Line]:
-    """Draw groups by collectives: how many per step, or for how long one is in flight; empty for a single group."""
-    flying = {(f.group, f.op): f for f in data.in_flight}
-    per_step: dict[tuple[str, str], float | None] = {}
-    for o in data.ops:
-        before = per_step.get((o.group, o.op))
-        per_step[o.group, o.op] = before if o.per_step is None else (before or 0.0) + o.per_step
-    groups = list(dict.fromkeys([g for g, _ in flying] + [o.group for o in data.ops]))
-    ops = list(dict.fromkeys([op for _, op in flying] + [o.op for o in data.ops]))
-    if len(groups) < 2 or room < 4:
-        return []
-    ops = ops[: max(1, (width - _NAME - 2) // (_CELL + 1))]
-    out = [line((" " + fit("per step", _NAME) + "".join(" " + fit(clean(op), _CELL, ">") for op in ops), "head"))]
-    shown = groups[: room - 2]
-    for group in shown:
-        parts: list[Part] = [(" " + fit(clip(clean(group), _NAME), _NAME), "", "")]
-        parts += [_cell(flying.get((group, op)), per_step.get((group, op))) for op in ops]
-        out.append(tuple(parts))
-    if len(groups) > len(shown):
-        out.append(line((f"   {counted(len(groups) - len(shown), 'more group')}", "muted")))
-    return [*out, BLANK]
-
-
-def _cell(flight: InFlight | None, per_step: float | None) -> Part:
-    if flight is not None:
-        text, style = f"in it {seconds(flight.age_s)}", "error" if (flight.age_s or 0.0) > STALE_S else "accent"
-    elif per_step is None:
-        text, style = "·", "muted"
-    else:
-        text, style = per_step_text(per_step), ""
-    return (" " + fit(text, _CELL, ">"), style, "")
 
 
 def per_step_text(n: float | None) -> str:

@@ -187,9 +187,9 @@ def _charts(
     others = Curve("others", times, waited.others_ms, "area-data")
     curves = (others, own) if any(v is not None for v in waited.others_ms) else (own,)
     charts = [
-        Chart("waiting for data", "ms", curves, milliseconds, marks=marks,
+        Chart("data wait", "ms", curves, milliseconds, marks=marks,
               help="waiting for the next batch, of the rank under the cursor and the median of the others"),
-        Chart("waiting for data", "of step time", (Curve("", times, waited.share_pct, "area-hot", not ascii_only),), percent,
+        Chart("data wait", "of step time", (Curve("", times, waited.share_pct, "area-hot", not ascii_only),), percent,
               marks=marks, help="share of the step that the rank under the cursor waits for its batch"),
     ]  # fmt: skip
     made = grid(charts, times[0], times[-1], width - 1, height - 1, ascii_only)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
+from distdiag.diagnosis.text.finding import head_and_more
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event
@@ -17,8 +18,8 @@ from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.draw import severity
 from distdiag.tui.draw.charts import side_by_side
 from distdiag.tui.draw.lines import BLANK, Line, Screenful, cut, fitted, labelled, line, marked, rule, width_of
-from distdiag.tui.draw.text import cells, clean, clip, clock, counted, wrap
-from distdiag.tui.panels import finding_lines, names_text, where_text
+from distdiag.tui.draw.text import cells, clean, clip, clock, wrap
+from distdiag.tui.panels import finding_lines, names_text, sites_text
 from distdiag.tui.screens.page import Page, Sheet
 from distdiag.tui.ui import Ui
 
@@ -54,6 +55,10 @@ class FindingsPage(Page[FindingsData]):
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return [f.key for f in snap.findings]
 
+    def rank_of(self, snap: Snapshot, item: Hashable) -> int | None:
+        found = next((f for f in snap.findings if f.key == item), None)
+        return next(iter((found.culprits or found.victims) if found else ()), None)
+
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         n_open = len(snap.open_findings)
         sheet = Sheet(width, height, _event_lines(self.data(snap), width, height))
@@ -64,76 +69,58 @@ class FindingsPage(Page[FindingsData]):
                 "   A healthy job has no finding of severity warning or above. Deadlocks show here within seconds."
             )
             return sheet.done()
-        made = self._list_and_story if width >= BESIDE and ui.interactive else self._blocks
-        body, cursor = made(snap, ui, width, sheet.left)
-        sheet.cursor = None if cursor is None else len(sheet.lines) + cursor
-        sheet.add(*body[: sheet.left])
+        if not ui.interactive:
+            for f in snap.findings:
+                sheet.add(*story_lines(f, (), width - 1), BLANK)
+        elif width >= BESIDE:
+            self._beside(sheet, snap, ui)
+        else:
+            self._below(sheet, snap, ui)
         return sheet.done()
 
-    def _list_and_story(self, snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int | None]:
-        """Findings at the left, what is known of the chosen one at the right."""
+    def _below(self, sheet: Sheet, snap: Snapshot, ui: Ui) -> None:
+        """Write a line of each finding, and below what is known of the chosen one."""
+        items = self.items(snap, ui)
+        chosen = snap.findings[ui.index("findings", items)]
+        if len(items) > 1:
+            by_key = {f.key: f for f in snap.findings}
+            room = max(1, min(len(items), sheet.left // 4))
+            entries = lambda some: (finding_lines(by_key[key], sheet.width, full=False)[0] for key in some)  # noqa: E731
+            sheet.list(ui, "findings", items, room, entries, "   findings")
+            sheet.add(rule(sheet.width))
+        sheet.add(*_story(snap, chosen, sheet.width - 1, sheet.left))
+
+    def _beside(self, sheet: Sheet, snap: Snapshot, ui: Ui) -> None:
+        """Write the findings at the left, what is known of the chosen one at the right."""
+        width, room = sheet.width, sheet.left
         left = max(36, min(56, width // 3))
         items = self.items(snap, ui)
-        most = max(1, min(ENTRY_LINES, room // max(1, len(items)) - 2))  # of a message
+        most = max(1, min(ENTRY_LINES, room // len(items) - 2))  # of a message
         per_page = max(1, room // (most + 2))
         top, chosen = ui.window("findings", items, per_page)
         entries: list[Line] = []
-        cursor = None
         for i in range(top, min(len(items), top + per_page)):
             entry = list_entry(snap.findings[i], left, most)
             if i == chosen:
-                cursor = len(entries)
+                sheet.cursor = len(sheet.lines) + len(entries)
                 entry = [marked(x, left) for x in entry]
             entries += [*entry, BLANK]
-        f, story_width = snap.findings[chosen or 0], width - left - 3
-        story = story_lines(f, (), story_width)
-        sources = _of_finding(snap, f)
-        while sources and len(story) + len(sources) * SHORTEST > room:
-            sources = sources[:-1]
-        if sources:
-            each = max(SHORTEST, (room - len(story)) // len(sources) - 1)
-            story = story_lines(f, tuple(s.near(each) for s in sources), story_width)
-        out = []
-        for a, b in zip_longest(entries, cut(story, room), fillvalue=BLANK):
+        story_width = width - left - 3
+        story = _story(snap, snap.findings[chosen or 0], story_width, room)
+        for a, b in islice(zip_longest(entries, story + [BLANK] * (room - len(story)), fillvalue=BLANK), room):
             a, b = fitted(a, left), fitted(b, story_width)
-            out.append((*a, (" " * (left - width_of(a)), "", ""), (" │ ", "muted", ""), *b))
-        out += [line(" " * left, (" │", "muted"))] * (room - len(out))
-        return out, cursor
+            sheet.add((*a, (" " * (left - width_of(a)), "", ""), (" │ ", "muted", ""), *b))
 
-    def _blocks(self, snap: Snapshot, ui: Ui, width: int, room: int) -> tuple[list[Line], int | None]:
-        """Return all findings: the one under the cursor in full and in view, four lines of each other."""
-        items = self.items(snap, ui)
-        chosen = ui.index("findings", items) if ui.interactive else None
-        blocks: list[list[Line]] = []
-        for i, f in enumerate(snap.findings):
-            block = [*finding_lines(f, width), *(evidence_lines(f, width, i == chosen or not ui.interactive))]
-            if i == chosen and (sources := _of_finding(snap, f)):
-                block += source_lines(sources[0].near(SHORTEST), width, 3)
-            if i == chosen:
-                block[0] = marked(block[0], width)
-            blocks.append([*block, BLANK])
-        first = 0
-        if chosen is not None:
-            while first < chosen and sum(len(b) for b in blocks[first : chosen + 1]) > room - 1:
-                first += 1
-        out: list[Line] = []
-        cursor, last, partly = None, len(blocks), False
-        for i in range(first, len(blocks)):
-            if i == chosen:
-                cursor = len(out)
-            if len(out) + len(blocks[i]) > room and i > first:
-                last = i
-                if room - 1 - len(out) >= 3:
-                    out += blocks[i][: room - 1 - len(out)]
-                    last, partly = i + 1, True
-                break
-            out += blocks[i]
-        if first or partly or last < len(blocks):
-            out = out[: room - 1]
-            out += [BLANK] * (room - 1 - len(out))
-            hint = ": the last one is cut, ↓ shows it" if partly else ""
-            out.append(line((f"   findings {first + 1}–{last} of {len(blocks)}{hint}", "muted")))
-        return out, cursor
+
+def _story(snap: Snapshot, f: Finding, width: int, room: int) -> list[Line]:
+    """Return what is known of a finding in at most `room` lines, with as much source as fits."""
+    story, sources = story_lines(f, (), width), _of_finding(snap, f)
+    while sources and len(story) + len(sources) * SHORTEST > room:
+        sources = sources[:-1]
+    if sources:
+        each = max(SHORTEST, (room - len(story)) // len(sources) - 1)
+        story = story_lines(f, tuple(s.near(each) for s in sources), width)
+    return cut(story, room)
 
 
 def sites_of(f: Finding) -> tuple[tuple[str, int], ...]:
@@ -141,11 +128,6 @@ def sites_of(f: Finding) -> tuple[tuple[str, int], ...]:
     found = sorted(f.where, key=lambda w: w.rank not in f.culprits)
     sites = (site for w in (*found, *f.waiting) if (site := _site(w)) is not None)
     return tuple(dict.fromkeys(sites))[:4]
-
-
-def _sites(ranks: Sequence[Where], most: int) -> list[str]:
-    left = len(ranks) - most
-    return [*map(where_text, ranks[:most]), *([f"and {counted(left, 'more rank')}"] if left > 0 else [])]
 
 
 def _site(w: Where) -> tuple[str, int] | None:
@@ -181,7 +163,8 @@ def story_lines(f: Finding, sources: Sequence[excerpt.Excerpt], width: int) -> l
     title = clean(f.kind) + (f" / {clean(f.cause)}" if f.cause else "")
     certainty = f"   {f.certainty}" if f.certainty else ""
     out = [line((f"{mark.glyph} {mark.word} ", f"{style} bold"), (title, "bold"), (certainty, "muted"))]
-    out += [line((x, "bold")) for x in wrap(clean(f.message), width)]
+    head, rest = head_and_more(clean(f.message))
+    out += [line((x, "bold")) for x in wrap(head, width)]
 
     def section(word: str, texts: Sequence[str], style: str = "") -> None:
         for i, text in enumerate(texts):
@@ -192,30 +175,32 @@ def story_lines(f: Finding, sources: Sequence[excerpt.Excerpt], width: int) -> l
             out.append(BLANK)
 
     gap()
+    section("do", [clean(f.advice)] if f.advice else [], "bold")
+    section("cost", [clean(f.cost)] if f.cost else [])
+    gap()
     names = rank_list(f.culprits) if f.culprits else "nobody can be blamed" if f.victims else ""
-    if names:
-        section("who", [names])
+    section("who", [names] if names else [])
     if f.victims:
         section("waiting" if f.culprits else "members", [rank_list(f.victims)], "muted")
     culprits = {_site(w) for w in f.where}
     for word, ranks, most, style in (("where", f.where, 4, ""), ("waits at", f.waiting, 2, "muted")):
-        section(word, _sites(ranks, most), style)
+        section(word, sites_text(ranks, most), style)
         for source in sources:
             if ((source.file, source.line) in culprits) == (word == "where"):
                 out.extend(source_lines(source, width, 10))
-    if f.names:
-        section("names", [names_text(f.names, 12)])
+    section("names", [names_text(f.names, 12)] if f.names else [])
+    section("more", [rest] if rest else [])
     gap()
-    if f.cost:
-        section("cost", [clean(f.cost)])
-    if f.advice:
-        section("do", [clean(f.advice)], "bold")
-    gap()
-    facts = {word: text for word, text in evidence_rows(f, full=True, with_cause=False) if word in ("when", "in")}
-    for word, text in facts.items():
-        section(word, [text], "muted")
-    if f.evidence:
-        section("evidence", [clean(e) for e in f.evidence[:4]], "muted")
+    times = (("first seen", f.first_seen_s), ("raised", f.detected_s), ("cleared", f.cleared_s))
+    when = [f"{word} {clock(t_s)}" for word, t_s in times if t_s is not None]
+    section("when", [", ".join([*when, *([f"step {f.step:,}"] if f.step is not None else [])])], "muted")
+    if f.collective is not None:
+        c = f.collective
+        number = f" #{c.seq}" if c.seq is not None else ""
+        nbytes = f", {size_text(c.bytes)}" if c.bytes is not None else ""
+        op = "collective" if f.cause == "op" else clean(c.op)  # ranks are in different operations
+        section("in", [f"{op}{number} of group {clean(c.group)}{nbytes}"], "muted")
+    section("evidence", [clean(e) for e in f.evidence[:4]], "muted")
     return out
 
 
@@ -254,40 +239,6 @@ def source_blocks(blocks: Sequence[tuple[Line, excerpt.Excerpt]], width: int, ro
         ]
         out += [BLANK, *side_by_side([*made, *[[]] * (across - len(made))], width)]
     return out[:room]
-
-
-def evidence_lines(f: Finding, width: int, full: bool) -> list[Line]:
-    """Return when it was found, in which collective, where every rank was, and the evidence files."""
-    rows = evidence_rows(f, full)
-    return [x for word, text in rows for x in labelled(f"   {word:7} ", text, width - 1, "muted")]
-
-
-def evidence_rows(f: Finding, full: bool, with_cause: bool = True) -> list[tuple[str, str]]:
-    """Return the same as pairs of a word and its text."""
-    times = (("first seen", f.first_seen_s), ("raised", f.detected_s), ("cleared", f.cleared_s))
-    parts = [f"{word} {clock(t_s)}" for word, t_s in times if t_s is not None]
-    if f.step is not None:
-        parts.append(f"step {f.step:,}")
-    if with_cause:
-        parts += [f"cause {clean(f.cause)}"] if f.cause else []
-        parts += [f.certainty] if f.certainty else []
-    rows = [("when", ", ".join(parts))]
-    if full:
-        if f.collective is not None:
-            c = f.collective
-            number = f" #{c.seq}" if c.seq is not None else ""
-            nbytes = f", {size_text(c.bytes)}" if c.bytes is not None else ""
-            op = "collective" if f.cause == "op" else clean(c.op)  # ranks are in different operations
-            rows.append(("in", f"{op}{number} of group {clean(c.group)}{nbytes}"))
-        if f.culprits:
-            rows.append(("culprit", rank_list(f.culprits)))
-        if f.victims:
-            rows.append(("victims" if f.culprits else "members", rank_list(f.victims)))
-        rows += [("at" if i == 0 else "", where_text(w)) for i, w in enumerate(f.where[2:8])]
-        rows += [("waits" if i == 0 else "", text) for i, text in enumerate(_sites(f.waiting, 4))]
-        rows += [("names", names_text(f.names, 24))] if len(f.names) > 3 else []
-        rows += [("files" if i == 0 else "", clean(e)) for i, e in enumerate(f.evidence[:4])]
-    return rows
 
 
 def _event_lines(data: FindingsData, width: int, height: int) -> list[Line]:

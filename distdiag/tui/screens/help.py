@@ -59,6 +59,9 @@ class HelpPage(Page[None]):
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return range(200)
 
+    def rank_of(self, snap: Snapshot, item: Hashable) -> None:
+        """No line of this screen is about one rank."""
+
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         every = help_lines(width, ui.explained_page, ui.explained)
         sheet = Sheet(width, height if ui.interactive else len(every) + 2, (), [self.head(snap, ui, width), BLANK])

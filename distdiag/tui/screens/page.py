@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from distdiag.tui.data.order import Cached
 from distdiag.tui.data.snapshot import PageReader, Request, Snapshot
@@ -38,6 +38,11 @@ class Page(Generic[Read]):
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         """Return the items that the cursor moves over; empty if it only scrolls or does nothing."""
         return ()
+
+    def rank_of(self, snap: Snapshot, item: Any) -> int | None:
+        """Return the rank that Enter opens on an item: by default the item, or what a pair begins with."""
+        rank = item[0] if isinstance(item, tuple) else item
+        return rank if isinstance(rank, int) else None
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         """Return the screen without its key bar, at most `height` lines."""

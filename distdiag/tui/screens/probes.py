@@ -44,6 +44,9 @@ class ProbesPage(Page[ProbesData]):
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return range(len(self.data(snap).results))
 
+    def rank_of(self, snap: Snapshot, item: Hashable) -> None:
+        """No line of this screen is about one rank."""
+
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = self.data(snap)
         sheet = self.sheet(snap, ui, width, height)

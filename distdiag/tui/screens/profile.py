@@ -15,6 +15,7 @@ from distdiag.traces.model import Comparison, Profile, RankTimes, parts_of
 from distdiag.traces.text import place
 from distdiag.tui.data import excerpt
 from distdiag.tui.data.snapshot import Request, Snapshot
+from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import bars
 from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, line, rule
 from distdiag.tui.draw.palette import PARTS
@@ -124,6 +125,8 @@ def _nothing(snap: Snapshot, ui: Ui, data: ProfileData) -> list[Line]:
     out = [line("   No profile was recorded in this run.")]
     if snap.monitor is not Monitor.LIVE:
         return [*out, line(("   The job has ended: a profile is recorded while it runs.", "muted"))]
+    if job_state(snap).word == "DEADLOCK":
+        return [*out, line(("   No step ends any more: a profile is recorded while the job makes steps.", "muted"))]
     if ui.interactive:
         how = "   records three steps with torch.profiler; the script is not changed"
         out.append(line(("   R", "key"), (how, "muted")))

@@ -147,7 +147,7 @@ def _spread_line(snap: Snapshot, ui: Ui, job: JobState, width: int) -> Line:
             what = clean(op) + (f" #{seq}" if seq is not None else "")
             detail = ", ".join(x for x in (clean(group), size(nbytes) if nbytes is not None else "") if x)
             others = sum(n for _, n in s.waiting[1:])
-            more = f"; {others:,} in other collectives" if others else ""
+            more = f"; {others:,} in others" if others else ""
             left = f" waiting  {n:,} of {s.n:,} ranks, in {what}{f' ({detail})' if detail else ''}{more}"
         else:
             left = " waiting  no rank waits in a collective"

@@ -26,6 +26,9 @@ class StacksPage(Page[StacksData]):
     def items(self, snap: Snapshot, ui: Ui) -> Sequence[Hashable]:
         return range(len(self.data(snap).lines))
 
+    def rank_of(self, snap: Snapshot, item: int) -> int | None:
+        return self.data(snap).lines[item].ranks[0]
+
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = self.data(snap)
         sheet = self.sheet(snap, ui, width, height)
@@ -43,7 +46,7 @@ def _age(snap: Snapshot, data: StacksData, ui: Ui) -> Line:
     if ui.busy:
         return line((f" {clean(ui.busy)}", "accent"))
     live = snap.monitor is Monitor.LIVE
-    key = f"r takes new ones (distdiag dump {quote(snap.run)})" if live and ui.interactive else ""
+    key = "r takes new ones" if live and ui.interactive else ""
     if not live and not data.dumped:
         key = "the run is over: no more can be taken"
     elif live and not ui.interactive:
@@ -51,7 +54,7 @@ def _age(snap: Snapshot, data: StacksData, ui: Ui) -> Line:
     if data.dumped and data.t_s is not None:
         age_s = -1.0 if snap.t_s is None else snap.t_s - data.t_s
         ago = f", {seconds(age_s)} before the moment shown" if age_s >= 0 else ""
-        title = f" full stacks, taken at {clock(data.t_s)}{ago}   "
+        title = f" full stacks of {clock(data.t_s)}{ago}   "
     else:
         title = " innermost lines only, from the rank pages; no full stacks were taken   "
     return line(title, (key, "muted"))
