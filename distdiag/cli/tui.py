@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from distdiag.cli.verdict import notes_on_latest
 from distdiag.errors import DistdiagError, ExitCode, need
 from distdiag.streams import needs_ascii, say, say_json
 from distdiag.terms.untrusted import cut
@@ -118,12 +119,16 @@ def command(
     shape = _size(size)
     path = rundir.resolve(run)
     explicit_attempt = run is not None and Path(run).name.startswith("attempt_")
+    notes = [f"note: {note}" for note in (notes_on_latest(path) if path.is_symlink() else ())]
     if once:
+        for note in notes:
+            say(note, err=True)
         return _once(path, ui, shape, as_json)
     if web:
         from distdiag.tui import web as serve
 
         return serve.serve(path, port, sys.argv[1:])
+    ui.message = "; ".join(notes)  # until the first key
     return _watch(path, ui, hz, theme, follow_attempts=not explicit_attempt)
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from distdiag.cli import main
+from distdiag.store import rundir
 from tests.tui.conftest import MakeRun
-from tests.tui.synthetic import Scenario
+from tests.tui.synthetic import Scenario, make
 
 
 def always(runs: MakeRun, sc: Scenario) -> Path:
@@ -185,6 +187,22 @@ def test_a_run_that_cannot_be_read_exits_with_its_code(runs: MakeRun, tmp_path: 
     (damaged / "run.db").write_bytes(b"x" * 5000)
     result = tui(damaged, "--once")
     assert result.returncode == 2 and "DAMAGED" in result.stdout and "Traceback" not in result.stderr
+
+
+def test_a_launch_that_is_newer_than_the_run_shown_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, the screen of the run before passes for the job that was just started."""
+    monkeypatch.chdir(tmp_path)
+    run = make(tmp_path / "reports" / "20250101-120000-train", Scenario(ranks=2, state="ended"), "ended")
+    rundir.mark_latest(run)
+    (tmp_path / "reports" / "20250102-120000-train_slow").mkdir()
+    note = "note: a newer launch (train_slow) has not reported yet"
+    assert main(["tui", "--once"]) == 0 and note in capsys.readouterr().err
+    shown: list[str] = []
+    monkeypatch.setattr("distdiag.cli.tui._watch", lambda path, ui, *options, **more: shown.append(ui.message) or 0)
+    assert main(["tui"]) == 0 and shown == [note]
+    assert main(["tui", "--once", str(run)]) == 0 and note not in capsys.readouterr().err
 
 
 def test_printing_needs_no_terminal_library(runs: MakeRun) -> None:
