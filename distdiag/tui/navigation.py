@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 from distdiag.store.liveness import Monitor
@@ -97,10 +98,8 @@ class Navigation:
         self.app.set_filter(f"node:{node}")
 
     def action_neighbour(self, by: int) -> None:
-        items = self.app.pages["ranks"].items(
-            self.app.snap, Ui(sort=self.ui.sort, reverse=self.ui.reverse, filter=self.ui.filter)
-        )
-        ranks = [i for i in items if isinstance(i, int)]
+        every = self.app.pages["ranks"].items(self.app.snap, replace(self.ui, group=False))
+        ranks = [rank for rank in every if isinstance(rank, int)]
         if self.ui.rank in ranks:
             self.ui.rank = ranks[(ranks.index(self.ui.rank) + by) % len(ranks)]
             self.app.redraw()

@@ -65,7 +65,7 @@ def overflow(job: JobState, snap: Snapshot, width: int) -> str:
     return job.text if cells(job.text) > width - fixed else ""
 
 
-def step_line(snap: Snapshot, job: JobState, width: int) -> Line:
+def step_line(snap: Snapshot, job: JobState, width: int, steps_ms: Sequence[float | None]) -> Line:
     """Return ` step 1203/2000  231 ms ▂▃▃▇█▇  18,450 samples/s  loss 0.512  mem max 62.2 GiB`."""
     s = snap.summary
     if snap.frame is None:
@@ -94,7 +94,7 @@ def step_line(snap: Snapshot, job: JobState, width: int) -> Line:
     used = width_of(line(*left))
     while tail and used + 12 + sum(cells(t) + 2 for t in tail) > width:
         tail.pop()
-    bars = spark(snap.history, max(8, min(60, width - used - sum(cells(t) + 2 for t in tail))))
+    bars = spark(steps_ms, max(8, min(60, width - used - sum(cells(t) + 2 for t in tail))))
     left.append((bars, "accent"))
     left += [f"  {t}" for t in tail]
     return fitted(line(*left), width)
@@ -213,6 +213,9 @@ def footer_panel(snap: Snapshot, ui: Ui, job: JobState, width: int, height: int)
 def _some_findings(
     snap: Snapshot, findings: tuple[Finding, ...], job: JobState, ui: Ui, width: int, height: int
 ) -> list[Line]:
+    if height <= 2:
+        worst, *others = findings
+        return _two_lines(worst, width, f"   +{len(others)}: {ui.opens('5', 'findings')}" if others else "")
     body: list[Line] = []
     if job.word == "MONITOR GONE":
         body += _notices(snap, job, width)
@@ -223,8 +226,8 @@ def _some_findings(
         room = height - len(body) - (1 if rest else 0)
         if (i == 0 or height >= 14) and len(full) <= room:
             body += full
-        elif i == 0 and room == 2 and len(short := _two_lines(f, width, "")) == 2:
-            body += short
+        elif i == 0 and room == 2:
+            body += _two_lines(f, width, "")
         elif i == 0 and room >= 2:
             body += cut(full, room, ui.opens("5", "findings"))
         elif room >= 1:
@@ -243,25 +246,13 @@ def _some_findings(
 
 
 def brief_panel(snap: Snapshot, ui: Ui, width: int, height: int) -> list[Line]:
-    """Return rule and findings for screens with another subject: two lines of the worst one, or a quarter of a high screen."""
-    if height >= WHOLE_FROM:
-        made = footer_panel(snap, ui, job_state(snap), width, min(height // 4, 14))
-        if len(made) > 1:
-            return made
-    if not snap.open_findings:
-        return [rule(width), line((" · no open findings", "muted"))]
-    worst, *others = snap.open_findings
-    more = f"   +{len(others)}: {ui.opens('5', 'findings')}" if others else ""
-    if height < WHOLE_FROM and len(two := _two_lines(worst, width, more)) == 2:
-        return [rule(width), *two]
-    short = finding_lines(worst, width - cells(more), full=False)[0]
-    return [rule(width), line(*short, (more, "muted", "do:show('findings')"))]
+    """Return rule and findings for screens with another subject: two lines, or a quarter of a high screen."""
+    return footer_panel(snap, ui, job_state(snap), width, min(height // 4, 14) if height >= WHOLE_FROM else 3)
 
 
 def _two_lines(f: Finding, width: int, more: str) -> list[Line]:
-    """Return what and who in one or two lines, the second one with how many `more` findings there are."""
+    """Return what and who in at most two lines, the last one with how many `more` findings there are."""
     lines = finding_lines(f, width, message_only=True)
-    if len(lines) < 2:
-        return lines
-    second = fitted((*lines[1], (" …" if len(lines) > 2 else "", "", "")), width - cells(more))
-    return [lines[0], line(*second, (more, "muted", "do:show('findings')"))]
+    shown = lines[:2]
+    last = fitted((*shown.pop(), (" …" if len(lines) > 2 else "", "", "")), width - cells(more))
+    return [*shown, line(*last, (more, "muted", "do:show('findings')"))]

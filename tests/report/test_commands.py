@@ -53,7 +53,7 @@ def test_a_report_of_a_running_job_names_its_time(run: Path, capsysbinary: pytes
     assert b" so far" not in head("report", "--format", "text")[2]  # it has ended
     con = sqlite3.connect(run / "run.db")
     con.execute("DELETE FROM meta WHERE key = 'ended_s'")
-    now = {"monitor_ended": "0", "state": "running", "heartbeat_unix_s": str(time.time())}
+    now = {"monitor_ended": "0", "state": "running", "heartbeat_unix_s": str(time.time() + 60.0)}
     con.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", now.items())
     con.commit()
     con.close()

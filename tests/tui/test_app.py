@@ -341,15 +341,15 @@ def test_rows_do_not_jump_under_the_cursor(tmp_path: Path) -> None:
             order._now = lambda: now[0]
             d.app.redraw()
             await d.press("j")
-            first = order.rows(d.app.snap, d.app.ui)
+            first = order.ranks(d.app.snap, d.app.ui)
             fresh = [msgspec.structs.replace(r, self_ms=200.0 + r.rank) for r in rows(sc, "running", 1204, sc.t_s + 1)]
             with Writer(run) as w:
                 w.frame(sc.t_s + 1, frame_state("running"), "", fresh)
             set_monitor(run, "live")
             await d.until(lambda: d.app.snap.t_s == sc.t_s + 1)
-            assert order.rows(d.app.snap, d.app.ui) == first
+            assert order.ranks(d.app.snap, d.app.ui) == first
             now[0] += 2.5
-            assert order.rows(d.app.snap, d.app.ui) == [7, 6, 5, 4, 3, 2, 1, 0]
+            assert order.ranks(d.app.snap, d.app.ui) == [7, 6, 5, 4, 3, 2, 1, 0]
 
     asyncio.run(work())
 

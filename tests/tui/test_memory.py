@@ -33,29 +33,26 @@ def _run_with_gpus(path: Path, seconds: int, gpus: int = 3) -> Path:
 def test_reading_in_pieces_equals_one_read(tmp_path: Path) -> None:
     with open_run(_run_with_gpus(tmp_path, 40)) as run:
         whole = samples.Series("gpu", {"node": 0, "gpu": 2})
-        whole.read(run, 40.0)
+        made = whole.read(run, 40.0)
         pieces = samples.Series("gpu", {"node": 0, "gpu": 2})
         for end in (3.0, 3.6, 20.0, 12.0, 40.0, 40.0):
-            pieces.read(run, end)
-        made = whole.until(40.0)
-        assert made == pieces.until(40.0)
+            found = pieces.read(run, end)
+        assert made == found
         assert made.times == tuple(t + 0.5 for t in range(40))
         assert made["utilization_pct"] == tuple(2.0 * t for t in range(40)) and set(made["power_w"]) == {None}
-        assert whole.until(3.6).times == (0.5, 1.5, 2.5, 3.5)
+        assert whole.read(run, 3.6).times == (0.5, 1.5, 2.5, 3.5)
         absent = samples.Series("gpu", {"node": 0, "gpu": 7})
-        absent.read(run, 40.0)
-        assert absent.until(40.0).times == ()
+        assert absent.read(run, 40.0).times == ()
 
 
 def test_a_long_history_stays_bounded_and_complete(tmp_path: Path) -> None:
     with open_run(_run_with_gpus(tmp_path, 6000, 1)) as run:
         at_once = samples.Series("gpu", {"node": 0, "gpu": 0})
-        at_once.read(run, 6000.0)
         grown = samples.Series("gpu", {"node": 0, "gpu": 0})
         for end in range(50, 6001, 50):
             grown.read(run, float(end))
         for series in (at_once, grown):
-            times = series.until(6000.0).times
+            times = series.read(run, 6000.0).times
             assert samples.POINTS / 2 <= len(times) <= 2 * samples.POINTS
             assert times[0] == 0.5 and times[-1] > 5950 and list(times) == sorted(set(times))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from distdiag.store.frames import Frame
 from distdiag.tui.data.snapshot import Snapshot
 from distdiag.tui.draw import severity
 from distdiag.tui.ui import Ui
@@ -79,35 +80,23 @@ class Cached:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._key: tuple[object, ...] = ()
+        self._frame: Frame | None = None
         self._choice: tuple[object, ...] = ()
-        self._rows: list[int] = []
-        self._ranks: list[int] | None = None
+        self._ranks: list[int] = []
         self._moved_at = -math.inf
 
     def moved(self) -> None:
         """Note that the user moved the cursor."""
         self._moved_at = self._now()
 
-    def rows(self, snap: Snapshot, ui: Ui) -> list[int]:
-        """Return the order to show now."""
-        choice = (ui.sort, ui.reverse, ui.filter.text)
-        n = 0 if snap.frame is None else len(snap.frame.table)
-        key = (id(snap.frame), n)
-        if choice == self._choice:
-            if key == self._key:
-                return self._rows
-            held = self._now() - self._moved_at < self.HOLD_S
-            if held and self._key and self._key[1] == n and not ui.filter.tests:
-                return self._rows
-        self._rows, self._key, self._choice = ordered(snap, ui), key, choice
-        self._ranks = None
-        return self._rows
-
     def ranks(self, snap: Snapshot, ui: Ui) -> list[int]:
-        """Return the rank numbers of `rows`, in that order."""
-        rows = self.rows(snap, ui)
-        if self._ranks is None:
-            ranks = snap.summary.layout.ranks
-            self._ranks = [ranks[i] for i in rows]
+        """Return the ranks in the order to show now."""
+        choice = (ui.sort, ui.reverse, ui.filter.text)
+        before, frame = self._frame, snap.frame
+        if choice == self._choice:
+            held = self._now() - self._moved_at < self.HOLD_S and not ui.filter.tests
+            if frame is before or (held and frame and before and len(frame.table) == len(before.table)):
+                return self._ranks
+        ranks = snap.summary.layout.ranks
+        self._ranks, self._frame, self._choice = [ranks[i] for i in ordered(snap, ui)], frame, choice
         return self._ranks

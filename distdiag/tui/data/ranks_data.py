@@ -7,6 +7,7 @@ from typing import Any
 
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
+from distdiag.store.rows import GpuRow, HostRow
 from distdiag.tui.data import comm_data, history
 from distdiag.tui.data.comm_data import CommData
 from distdiag.tui.data.snapshot import Request
@@ -19,9 +20,8 @@ COLLECTIVES_EVERY_S = 2.0  # how often they are read
 class Capacity:
     """What a rank's small bars are measured against; None where not measured."""
 
-    gpu_pct: float | None = None
-    gpu_memory_total: float | None = None
-    host_memory_total: float | None = None
+    gpu: GpuRow | None = None
+    host: HostRow | None = None
 
 
 @dataclass(frozen=True)
@@ -45,29 +45,15 @@ def read(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> Ran
 def _capacity(run: Run, request: Request, frame: Frame, cache: dict[Any, Any]) -> dict[int, Capacity]:
     """Return GPU and host of each rank on the screen, from the newest samples at that time."""
     until, table = frame.t_s + 1.0, frame.table
-    ranks, nodes, devices = table.numbers("rank"), table.numbers("node"), table.numbers("gpu")
-    wanted = set(request.ranks)
-    rows = [i for i, rank in enumerate(ranks) if rank in wanted]
-    on = sorted({int(nodes[i]) for i in rows if nodes[i] == nodes[i]})
     newest = run.query(
         "SELECT (SELECT max(t_s) FROM gpu WHERE t_s <= ?1), (SELECT max(t_s) FROM host WHERE t_s <= ?1)", (until,)
     )[0]
-    key = (newest, on, int(frame.t_s / GPU_AGE_S))
-    if cache.get("capacity_key") != key:  # sampled less often than frames are written
-        which = f"WHERE t_s > ? AND t_s <= ? AND node IN ({','.join('?' * len(on))}) GROUP BY node"
-        gpu_age_s = GPU_AGE_S if len(table) <= 64 else 2.0
-        gpus = run.query(
-            f"SELECT max(t_s), node, gpu, utilization_pct, memory_total_bytes FROM gpu {which}, gpu",
-            (until - 1.0 - gpu_age_s, until, *on),
-        )
-        hosts = run.query(
-            f"SELECT max(t_s), node, memory_total_bytes FROM host {which}", (until - 1.0 - GPU_AGE_S, until, *on)
-        )
-        cache["capacity"] = {r[1:3]: r[3:] for r in gpus}, {node: total for _, node, total in hosts}
-        cache["capacity_key"] = key
-    of_gpu, of_host = cache["capacity"]
-    out = {}
-    for i in rows:
-        use, total = of_gpu.get((nodes[i], devices[i]), (None, None))
-        out[int(ranks[i])] = Capacity(use, total, of_host.get(nodes[i]))
-    return out
+    key = (newest, int(frame.t_s / GPU_AGE_S))
+    if cache.get("capacity", (None,))[0] != key:  # sampled less often than frames are written
+        since = until - 1.0 - GPU_AGE_S
+        gpus = {(g.node, g.gpu): g for g in run.gpus(until) if g.t_s > since}
+        cache["capacity"] = key, gpus, {h.node: h for h in run.hosts(until) if h.t_s > since}
+    _, gpus, hosts = cache["capacity"]
+    places = zip(*map(table.numbers, ("rank", "node", "gpu")), strict=True)
+    wanted = set(request.ranks)
+    return {int(r): Capacity(gpus.get((node, gpu)), hosts.get(node)) for r, node, gpu in places if r in wanted}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from distdiag.store.reader import Run
@@ -53,25 +54,19 @@ class Series:
         self._first = f"SELECT min(t_s) FROM {table}"
         self._every = 0.0
         self._rows: list[tuple[Any, ...]] = []
-        self._times: list[float] = []
 
-    def read(self, run: Run, end: float) -> None:
-        """Add the samples between the last reading and `end`."""
-        begin = self._times[-1] + 0.9 * self._every if self._times else run.query(self._first)[0][0]
-        if begin is None or begin > end:
-            return
-        self._every = self._every or max(SHORTEST_S, (end - begin) / POINTS)
-        self._rows += run.query(self._sql, (begin, end, self._every, *self._key))
+    def read(self, run: Run, end: float) -> Samples:
+        """Return the samples up to `end`; only those after the last reading are read."""
+        begin = self._rows[-1][0] + 0.9 * self._every if self._rows else run.query(self._first)[0][0]
+        if begin is not None and begin <= end:
+            self._every = self._every or max(SHORTEST_S, (end - begin) / POINTS)
+            self._rows += run.query(self._sql, (begin, end, self._every, *self._key))
         while len(self._rows) > 2 * POINTS:
             self._every *= 2
             del self._rows[1::2]
-        self._times = [row[0] for row in self._rows]
-
-    def until(self, t_s: float) -> Samples:
-        """Return the samples up to a moment."""
-        n = bisect_right(self._times, t_s)
-        columns = zip(*(row[1:] for row in self._rows[:n]), strict=True)
-        return Samples(tuple(self._times[:n]), dict(zip(self.names, columns, strict=False)))
+        shown = self._rows[: bisect_right(self._rows, end, key=itemgetter(0))]
+        times, *columns = zip(*shown, strict=True) if shown else ((),)
+        return Samples(times, dict(zip(self.names, columns, strict=False)))
 
 
 def read(run: Run, cache: dict[Any, Any], end: float, table: str, **key: int | None) -> Samples:
@@ -85,5 +80,4 @@ def read(run: Run, cache: dict[Any, Any], end: float, table: str, **key: int | N
     every[name] = series  # the newest last
     while len(every) > KEPT:
         del every[next(iter(every))]
-    series.read(run, end)
-    return series.until(end)
+    return series.read(run, end)

@@ -18,8 +18,6 @@ from distdiag.store.reader import Run
 from distdiag.tui.data.summary import Summary, summarise
 from distdiag.tui.draw.severity import of_finding
 
-HISTORY = 160  # steps of the history line
-
 
 @dataclass(frozen=True)
 class Request:
@@ -57,7 +55,6 @@ class Snapshot:
     later_findings: int = 0  # found after that moment
     newest_t_s: float | None = None
     newest_step: int | None = None
-    history: tuple[float | None, ...] = ()  # step times, ms, up to that moment
     at_s: float | None = None
     note: str | None = None
     request: Request = field(default_factory=Request)
@@ -102,7 +99,6 @@ class Taker:
         self._version: int | None = None
         self._request: Request | None = None
         self._last: Snapshot | None = None
-        self._history: tuple[Any, tuple[float | None, ...]] = (None, ())
 
     def forget(self) -> None:
         """Read everything again with the next snapshot: a file in the run directory has changed."""
@@ -140,7 +136,6 @@ class Taker:
             later_findings=n_findings - len(findings),
             newest_t_s=newest,
             newest_step=newest_step,
-            history=self._read_history(newest_step, request.at_s),
             at_s=request.at_s,
             note=self.run.note,
             request=request,
@@ -174,21 +169,6 @@ class Taker:
             self._summary = summarise(frame.table, self._summary)
         self._frame = frame
         return frame
-
-    def _read_history(self, newest_step: int | None, at_s: float | None) -> tuple[float | None, ...]:
-        if newest_step is None:
-            return ()
-        key = (newest_step, at_s)
-        if self._history[0] != key:
-            span = self.run.step_range(at_s)
-            values: tuple[float | None, ...] = ()
-            if span is not None:
-                # in a synchronous job every rank has the same step time: the first rank's will do
-                rank = self.run.query("SELECT rank FROM step WHERE step = ? ORDER BY rank LIMIT 1", (span[1],))[0][0]
-                rows = self.run.step_values(["step_ms"], max(span[0], span[1] - HISTORY + 1), span[1], (rank,))
-                values = tuple(v for _, _, v in rows)
-            self._history = (key, values)
-        return self._history[1]
 
 
 def known_at(findings: tuple[Finding, ...], t_s: float) -> tuple[Finding, ...]:

@@ -33,7 +33,7 @@ from distdiag.tui.draw.text import (
     size,
     three_digits,
 )
-from distdiag.tui.panels import footer_panel, step_line
+from distdiag.tui.panels import footer_panel
 from distdiag.tui.screens.page import Page, Sheet
 from distdiag.tui.ui import Ui
 
@@ -168,7 +168,7 @@ class CommPage(Page[CommData]):
         data, job = self.data(snap), job_state(snap)
         sheet = Sheet(width, height, footer_panel(snap, ui, job, width, max(3, min(height // 3, 8))))
         sheet.add(self.head(snap, ui, width, f"last {data.steps or WINDOW_STEPS} steps"))
-        sheet.add(_share(snap, data) if snap.frame is not None else step_line(snap, job, width))
+        sheet.add(_share(snap, data) if snap.frame is not None else BLANK)
         flights = _flights(data, width, max(3, (height - len(sheet.panel)) // 3))
         chosen = ui.index("comm", self.items(snap, ui)) if data.ops else 0
         strip = arrivals(snap.frame, data, chosen, width, max(1, height // ROWS_OF_STRIP))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, zip_longest
 from typing import Any
 
 from distdiag.store.frames import Frame
@@ -17,6 +16,7 @@ from distdiag.tui.data import excerpt
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import job_state
 from distdiag.tui.draw import bars
+from distdiag.tui.draw.charts import GAP, side_by_side
 from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, line, rule
 from distdiag.tui.draw.palette import PARTS
 from distdiag.tui.draw.table import Column, choose, header, row
@@ -157,7 +157,7 @@ def _below(p: Profile, chosen: RankTimes, width: int, height: int) -> list[Line]
 
 
 def _hot(r: RankTimes, width: int, room: int) -> list[Line]:
-    half = (width - 4) // 2 if width >= 100 else width - 4
+    half = (width - GAP) // 2 if width >= 100 else width - 4
     operators = _listed("operator (self time)", [(clean(o.name), o.self_ms, r.step_ms) for o in r.operators], half)
     places = _listed(
         "line of the script (sampled)", [(place(x.file, x.line, x.function), x.ms, r.step_ms) for x in r.lines], half
@@ -165,10 +165,7 @@ def _hot(r: RankTimes, width: int, room: int) -> list[Line]:
     out = [rule(width, f"rank {r.rank} ")]
     if width < 100:
         return [*out, *places[: max(2, (room - 1) // 2)], *operators][:room]
-    empty = line(" " * half)
-    both = zip_longest(operators, places, fillvalue=None)
-    made = ((*(left or empty), *line("   "), *(right or ())) for left, right in both)
-    return [*out, *islice(made, max(0, room - 1))]
+    return [*out, *side_by_side([operators, places], width)[: max(0, room - 1)]]
 
 
 def _source(data: ProfileData, r: RankTimes, width: int, room: int) -> list[Line]:

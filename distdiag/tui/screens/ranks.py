@@ -60,7 +60,8 @@ class RanksPage(RankedPage[RanksData]):
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         job = job_state(snap)
-        top = [state_line(snap, job, width), step_line(snap, job, width)]
+        steps_ms = [point.step_ms for point in self.data(snap).points]
+        top = [state_line(snap, job, width), step_line(snap, job, width, steps_ms)]
         if snap.frame is None:
             sheet = Sheet(width, height, footer_panel(snap, ui, job, width, max(4, height // 2)), top)
             if snap.problem is None:

@@ -102,7 +102,7 @@ def _with_gauge(s: Shown, width: int, text: str, share: float | None, hot: float
 def _memory_parts(s: Shown, width: int) -> list[Part]:
     on_device = s.row.device_bytes is not None
     used = s.row.device_bytes if on_device else s.row.rss_bytes
-    total = s.capacity.gpu_memory_total if on_device else s.capacity.host_memory_total
+    total = getattr(s.capacity.gpu if on_device else s.capacity.host, "memory_total_bytes", None)
     return _with_gauge(s, width, gib(used), _share(used, total), 0.95)
 
 
@@ -152,7 +152,7 @@ _STATE = _C(
 _MEMORY = _C("memory", "mem GiB", 7, "peak of torch's allocator on the device; without one, the process's RSS; the bar is the share of "
              "the device's, or of the host's, memory", _memory, ">", 2)  # fmt: skip
 _GPU_USE = _C("", "GPU %", 6 + GAUGE, "utilisation of the rank's GPU, newest sample", _cpu, ">", 5, 0, GAUGE + 1,
-              _pct_parts(lambda s: s.capacity.gpu_pct))  # fmt: skip
+              _pct_parts(lambda s: getattr(s.capacity.gpu, "utilization_pct", None)))  # fmt: skip
 _BAR = _C("", "one step by phase", 16, "the rank's median step, all bars to one scale; waiting for other ranks is apart and last",
           lambda s: "", "<", 1, 400, 0, _bar_parts)  # fmt: skip
 
