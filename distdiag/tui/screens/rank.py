@@ -72,7 +72,7 @@ class RankPage(Page[RankData]):
                 sheet.note(f"   rank {ui.rank} is not part of this run, which has {ranks}", "warning")
             return sheet.done()
         row, mark = snap.frame.table.row(at), snap.summary.marks[at]
-        sheet = Sheet(width, height, _findings(snap, ui, row.rank, width, max(4, height // 4)))
+        sheet = Sheet(width, height, _findings(snap, ui, row.rank, width, max(min(7, height // 3), height // 4)))
         sheet.add(_title(snap, row, mark, width), *_now(row, width))
         stack = _stack(data, row, snap, ui, width, height)
         calls = _collectives(data, 20 if height >= 60 else 8 if height >= 40 else 3)
