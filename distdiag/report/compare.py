@@ -98,7 +98,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None, limit_pct: float 
         job = job_steps(steps)
         left_out = skip if skip is not None else WARM_UP_STEPS if len(job) >= 4 * WARM_UP_STEPS else 0
         used = steps.where(steps["step"] >= (job.step[left_out] if left_out < len(job) else np.inf))
-        times = job.step_ms[left_out:]
+        times = job["step_ms"][left_out:]
         phases = {name: median(used[f"{name}_ms"]) for name in (*PHASES, "wait", "self", "comm", "exposed")}
         first = columns[0] if columns else None
         host_cpu_pct, foreign_cpus = _load(run)

@@ -213,7 +213,7 @@ def read_facts(run: Run) -> RunFacts:
         first_step=int(job.step[0]) if len(job) else None,
         last_step=int(job.step[-1]) if len(job) else None,
         sampled_every=steps.every,
-        step=step_tables.quantiles(job.step_ms),
+        step=step_tables.quantiles(job["step_ms"]),
         samples_per_s=step_tables.samples_per_s(job),
         steps_before_ms=run.query("SELECT sum(step_ms * steps) / sum(steps) FROM step_minute")[0][0],
         series=step_tables.series(job),

@@ -48,13 +48,13 @@ class SeriesPoint(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Rows of table `step`, by step and rank; NaN is "not measured"."""
+    """Rows of table `step`, by step and rank, or of the whole job; NaN is "not measured"."""
 
     columns: dict[str, Floats]
     every: int  # 1: all steps were read; k: every k-th
 
     def __len__(self) -> int:
-        return len(self.columns["rank"])
+        return len(self.columns["step"])
 
     def __getitem__(self, name: str) -> Floats:
         return self.columns[name]
@@ -89,34 +89,22 @@ def read_steps(run: Run, max_rows: int = MAX_ROWS) -> Steps:
     return Steps({name: table[:, i] for i, name in enumerate(COLUMNS)}, every)
 
 
-@dataclass(frozen=True, slots=True)
-class JobSteps:
-    """The whole job, one value per step: the slowest rank's time, all ranks' samples, the mean loss."""
+def job_steps(steps: Steps) -> Steps:
+    """Return one row per step of the whole job: the slowest rank's time, the last end, all ranks' samples, the mean loss.
 
-    step: Ints
-    step_ms: Floats
-    t_end_s: Floats
-    samples: Floats
-    loss: Floats
-    every: int
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-
-def job_steps(steps: Steps) -> JobSteps:
-    """Steps of the whole job; the newest counts only once every rank of the one before it has finished it."""
+    The newest step counts only once every rank of the one before it has finished it.
+    """
     measured = steps.where(~np.isnan(steps["step_ms"]))
-    step, starts, counts = np.unique(measured.step, return_index=True, return_counts=True)
+    step, starts, counts = np.unique(measured["step"], return_index=True, return_counts=True)
+    columns = {
+        "step": step,
+        "step_ms": np.maximum.reduceat(measured["step_ms"], starts),
+        "t_end_s": np.fmax.reduceat(measured["t_end_s"], starts),
+        "samples": np.add.reduceat(measured["samples"], starts),
+        "loss": _mean_at(measured["loss"], starts),
+    }
     end = -1 if len(step) > 1 and counts[-1] < counts[-2] else None
-    return JobSteps(
-        step=step[:end],
-        step_ms=np.maximum.reduceat(measured["step_ms"], starts)[:end],
-        t_end_s=np.fmax.reduceat(measured["t_end_s"], starts)[:end],
-        samples=np.add.reduceat(measured["samples"], starts)[:end],
-        loss=_mean_at(measured["loss"], starts)[:end],
-        every=steps.every,
-    )
+    return Steps({name: values[:end] for name, values in columns.items()}, steps.every)
 
 
 def _mean_at(values: Floats, starts: Any) -> Floats:
@@ -144,31 +132,31 @@ def quantiles(values_ms: Floats) -> Quantiles | None:
     )
 
 
-def samples_per_s(job: JobSteps) -> float | None:
+def samples_per_s(job: Steps) -> float | None:
     """Return the throughput of these steps, as `terms.steps` defines it."""
-    known = ~(np.isnan(job.samples) | np.isnan(job.t_end_s))
-    samples, ends = job.samples[known], job.t_end_s[known]
-    if len(samples) < 2:
+    known = job.where(~(np.isnan(job["samples"]) | np.isnan(job["t_end_s"])))
+    if len(known) < 2:
         return None
-    return throughput(float(samples[1:].sum() * job.every), float(ends[-1] - ends[0]))
+    ends = known["t_end_s"]
+    return throughput(float(known["samples"][1:].sum() * job.every), float(ends[-1] - ends[0]))
 
 
-def series(job: JobSteps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
+def series(job: Steps, points: int = MAX_SERIES) -> tuple[SeriesPoint, ...]:
     """Return the job's step time over its steps; neighbours are merged into at most `points` points."""
     width = max(1, -(-len(job) // points))
     out = []
     for a in range(0, len(job), width):
-        ms = job.step_ms[a : a + width]
+        ms = job["step_ms"][a : a + width]
         last = min(a + width, len(job)) - 1
         out.append(
             SeriesPoint(
                 step=int(job.step[a]),
                 step_end=int(job.step[last]) + job.every,
-                t_end_s=some(job.t_end_s[last]),
+                t_end_s=some(job["t_end_s"][last]),
                 step_ms=float(np.median(ms)),
                 low_ms=float(ms.min()),
                 high_ms=float(ms.max()),
-                loss=mean(job.loss[a : a + width]),
+                loss=mean(job["loss"][a : a + width]),
             )
         )
     return tuple(out)

@@ -24,7 +24,7 @@ from distdiag.tui.draw.canvas import Canvas
 from distdiag.tui.draw.lines import BLANK, Line, ascii_line, fitted, line
 from distdiag.tui.draw.text import clean, clip, wrap
 from distdiag.tui.files import Files
-from distdiag.tui.keys import KEYS, key_bar, works_on
+from distdiag.tui.keys import KEYS, applies, key_bar, works_on
 from distdiag.tui.navigation import Navigation
 from distdiag.tui.screens import pages, readers
 from distdiag.tui.screens.page import Page
@@ -32,6 +32,7 @@ from distdiag.tui.ui import Ui
 
 MIN_WIDTH, MIN_HEIGHT = 60, 16
 ANSWER_LINES = 3
+MOVES = ("move", "page", "ends", "pan", "zoom", "step", "open", "back", "neighbour", "command_palette")  # as keys only
 LATE_S = 0.08  # a screen whose data have not come by then is drawn without them
 
 
@@ -52,16 +53,10 @@ class DistdiagApp(App[None]):
     """A view of one run, read-only."""
 
     TITLE = "distdiag"
-    ENABLE_COMMAND_PALETTE = True
     COMMANDS = App.COMMANDS | {RankCommands}
     BINDINGS: ClassVar[list[Binding]] = [  # type: ignore[assignment]
-        *(
-            Binding(k.keys, k.action, k.help, show=False, id=k.id)
-            for k in KEYS
-            if k.label != "Resume" and k.keys != "q"
-        ),
-        Binding("q", "leave(0)", "leave", show=False, id="quit"),
-        Binding("ctrl+c", "leave(130)", "leave", show=False, priority=True, id="interrupt"),
+        *(Binding(k.keys, k.action, k.help, show=False) for k in KEYS if k.label != "Resume"),
+        Binding("ctrl+c", "leave(130)", "leave", show=False, priority=True),
     ]
     CSS = """
     Screen { layers: base over; }
@@ -292,12 +287,12 @@ class DistdiagApp(App[None]):
     # -- palette ------------------------------------------------------------------------------------------------
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
-        """Yield all key actions by name, and further commands."""
-        go, files = self.navigation, self.files
+        """Yield what the keys do here by name, and further commands."""
+        go = self.navigation
         for key in KEYS:
-            if key.action.startswith("show("):
-                show = partial(self.run_action, key.action)
-                yield SystemCommand(f"Screen: {key.label}", f"{key.help} ({key.shown})", show)
+            if key.action.partition("(")[0] not in MOVES and applies(key, self.snap, self.ui):
+                name = f"Screen: {key.label}" if key.action.startswith("show(") else key.help.capitalize()
+                yield SystemCommand(name, f"{key.help} ({key.shown})", partial(self.run_action, key.action))
         for order in ORDERS:
             yield SystemCommand(f"Sort by {order.title}", "order of the rank table", partial(go.sort_by, order.key))
         for text, meaning in (
@@ -306,15 +301,9 @@ class DistdiagApp(App[None]):
             ("", "all ranks"),
         ):
             yield SystemCommand(f"Filter: {text or 'off'}", meaning, partial(self.set_filter, text))
-        yield SystemCommand("Follow the worst rank", "the cursor stays on top (f)", go.action_follow)
-        yield SystemCommand("Group by node", "or by rank again (g)", go.action_group)
-        yield SystemCommand("Pause or resume", "hold this moment; the job keeps running (space)", go.action_pause)
         yield SystemCommand("Go to the first moment", "replay from the beginning", go.action_first_moment)
         yield SystemCommand("Go to rank …", "type the number of the rank instead", self.action_command_palette)
-        yield SystemCommand("Export snapshot", "as JSON (e)", files.action_export)
-        yield SystemCommand("Picture of the screen", "as SVG (P)", files.action_picture)
         yield SystemCommand("Theme", "colours, light and dark", self.action_change_theme)
-        yield SystemCommand("Quit", "the job is not affected (q)", partial(self.run_action, "leave(0)"))
 
 
 def _light_terminal() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from distdiag.store.liveness import Monitor
@@ -22,11 +21,6 @@ class Key:
     shown: str  # as a person writes it
     pages: tuple[str, ...] = ()  # where it means something; empty = everywhere
     needs: str = ""  # when the key bar shows it: "live", "steps", "running", "paused"; empty = always
-
-    @property
-    def id(self) -> str:
-        """Name under which the key can be remapped."""
-        return re.sub(r"\W+", "-", self.action).strip("-")
 
 
 RANKED = ("ranks", "heat", "memory", "data", "timeline")  # names of the screens that are a `RankedPage`

@@ -59,12 +59,6 @@ def state_line(snap: Snapshot, job: JobState, width: int) -> Line:
     return build("", clip(job.text, width - width_of(build("", "", "", "")) - 2), "", "")
 
 
-def overflow(job: JobState, snap: Snapshot, width: int) -> str:
-    """Return the state's text if the first line had to cut it; else an empty text."""
-    fixed = cells(f" distdiag  {job.glyph} {job.word}  ")
-    return job.text if cells(job.text) > width - fixed else ""
-
-
 def step_line(snap: Snapshot, job: JobState, width: int, steps_ms: Sequence[float | None]) -> Line:
     """Return ` step 1203/2000  231 ms ▂▃▃▇█▇  18,450 samples/s  loss 0.512  mem max 62.2 GiB`."""
     s = snap.summary
@@ -180,8 +174,8 @@ def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool 
 def _notices(snap: Snapshot, job: JobState, width: int) -> list[Line]:
     """Notices about reading the run itself, shown before any finding."""
     out: list[Line] = []
-    if text := overflow(job, snap, width):
-        out += labelled(f" {job.glyph} ", text, width - 1, of_label=job.style)
+    if cells(f" distdiag  {job.glyph} {job.word}  {job.text}") > width:  # the first line had to cut it
+        out += labelled(f" {job.glyph} ", job.text, width - 1, of_label=job.style)
     if job.do:
         out += labelled(f"   {'do':6}  ", job.do, width)
     if snap.note:

@@ -28,15 +28,8 @@ def app_command(arguments: list[str]) -> str:
     Args:
         arguments: What the user typed after `distdiag`, the word `tui` first.
     """
-    kept: list[str] = []
-    skip = False
-    for a in arguments:
-        if skip:
-            skip = False
-        elif a == "--port":
-            skip = True
-        elif a != "--web" and not a.startswith("--port="):
-            kept.append(a)
+    words = iter(arguments)
+    kept = [w for w in words if w != "--web" and not w.startswith("--port=") and not (w == "--port" and next(words, w))]
     return shlex.join([sys.executable, "-m", "distdiag", *kept])
 
 

@@ -86,7 +86,7 @@ def rows(**columns: list[float]) -> Steps:
 def test_steps_without_measurements_are_left_out() -> None:
     nan = float("nan")
     job = job_steps(rows(rank=[0, 1, 0, 1], step=[1, 1, 2, 2], step_ms=[5, nan, nan, nan], t_end_s=[1, 2, 3, 4]))
-    assert job.step.tolist() == [1] and job.step_ms.tolist() == [5]
+    assert job.step.tolist() == [1] and job["step_ms"].tolist() == [5]
     assert slowest_share(rows(rank=[0, 0], step=[1, 2], self_ms=[4, 5])) == {}, "one rank alone is not the slowest"
 
 
