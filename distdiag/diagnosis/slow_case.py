@@ -249,6 +249,11 @@ class Case:
         return max(self.excesses, key=lambda x: x.phase_ms)
 
     @cached_property
+    def stack(self) -> tuple[Site, ...]:
+        """The line at which the slowest rank spends more time than the others, and its callers if they are known."""
+        return text.slow_stack(self.snapshot, self.window, self.most.rank, self.rest, self.phase)
+
+    @cached_property
     def doing(self) -> str:
         """What the slowest rank does between its steps, if its line or its CPU time shows that: queue, lock or idle; or that it hands data out.
 
@@ -258,8 +263,7 @@ class Case:
             return "hands out"
         if self.phase != "other":
             return ""
-        site = next(iter(text.stack_of(self.snapshot.ranks[self.most.rank], "other")), None)
-        line = line_at(site, self.source)
+        line = line_at(next(iter(self.stack), None), self.source)
         if refined("socket", line) == "queue":
             return "queue"
         return "lock" if by_line(line, idle=True) == "lock" else "idle" if self._idle else ""
@@ -342,8 +346,7 @@ class Case:
         """True if most ranks are slow, and not because they get more, or run code that the few others leave out."""
         if 2 * len(self.slow.ranks) <= len(self.window.ranks):
             return False
-        stack = text.stack_of(self.snapshot.ranks[self.most.rank], self.phase)
-        left_out = bool(stack) and text.left_out(self.snapshot, self.rest, self.phase, stack[0])
+        left_out = bool(self.stack) and text.left_out(self.snapshot, self.rest, self.phase, self.stack[0])
         more = self.exchange is not None and all(self.exchange.shares[q] >= LARGER for q in self.slow.ranks)
         return not more and (not left_out or self.ratio < limits.shares[0][0])
 
@@ -355,9 +358,8 @@ class Case:
     @property
     def same_code(self) -> bool:
         """True if the slowest rank spends its time between steps at a line that other ranks are seen at, too."""
-        stack = text.stack_of(self.snapshot.ranks[self.most.rank], self.phase)
         shared = text.lines_of(self.snapshot, self.rest, self.phase)
-        return self.phase == "other" and bool(stack) and stack[0].key in shared
+        return self.phase == "other" and bool(self.stack) and self.stack[0].key in shared
 
     @property
     def jitters(self) -> bool:

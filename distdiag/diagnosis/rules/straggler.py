@@ -151,12 +151,12 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
             case, veto = of_newest, None
     slow = case.slow
     if veto is not None:
-        yield _slow_device(s, window) or _by_thread(case) or rotating or _at_times(case) or veto
+        yield _slow_device(case) or _by_thread(case) or rotating or _at_times(case) or veto
     elif case.stage:
         works = {q: statistics.median(map(self_ms, steps)) for q, steps in case.window.steps.items()}
         theirs = sorted({round(works[q]) for q in case.rest})
         yield text.found(
-            text.STAGE, s, case.window, [case.most.rank], case.phase, share=slow.gain_ms / slow.step_ms,
+            text.STAGE, s, case.window, [case.most.rank], case.phase, case.source, share=slow.gain_ms / slow.step_ms,
             where=(), ms=works[case.most.rank], slow=slow,  # all that it computes, not one line
             theirs=" to ".join(map(str, theirs[:: max(1, len(theirs) - 1)])),
         )  # fmt: skip
@@ -188,12 +188,13 @@ def _by_thread(case: Case) -> Finding | None:
 # -- one device, whose host is not late ---------------------------------------------------------------------------------
 
 
-def _slow_device(s: Snapshot, window: Window) -> Finding | None:
+def _slow_device(case: Case) -> Finding | None:
     """Return the finding of a rank whose device takes longer for the forward of DDP, by CUDA events.
 
     Its host launches as early as the others', so that arrivals do not show it. Devices leave the reduction of
     the gradients together, and nothing is waited for in the forward that follows.
     """
+    s, window = case.snapshot, case.window
     ranks = [s.ranks[q] for q in window.ranks]
     if not window.inferred or not all(r.device_total_bytes and any(m.group for m in r.models) for r in ranks):
         return None
@@ -208,7 +209,7 @@ def _slow_device(s: Snapshot, window: Window) -> Finding | None:
     if count < limits.recurrence * len(columns) or excess_ms < enough_ms:
         return None
     return text.found(
-        text.DEVICE, s, window, [ranks[index].rank], "forward", share=excess_ms / step_ms,
+        text.DEVICE, s, window, [ranks[index].rank], "forward", case.source, share=excess_ms / step_ms,
         count=count, ms=usual_ms + excess_ms, usual_ms=usual_ms, excess_ms=excess_ms,
     )  # fmt: skip
 
@@ -311,7 +312,7 @@ def _at_times(case: Case) -> Finding | None:
     # at regular intervals it is no chance: what is lost counts, whatever the rank does
     lasting = found.period is not None and found.cost >= limits.pauses_share
     severe = steady and (lasting or (found.cost >= COSTLY and not for_all))
-    at_times = text.at_times(case.snapshot, case.window, found, Severity.WARNING if severe else Severity.INFO)
+    at_times = text.at_times(case, found, Severity.WARNING if severe else Severity.INFO)
     return explained(at_times, case.snapshot, case.pauses, found.cost)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from distdiag.diagnosis.culprit.paths import Condition, Way
+from distdiag.diagnosis.culprit.paths import Condition, Way, rank_condition
 from distdiag.diagnosis.model import rank_tests
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.guards import GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import Call, Site
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.phrases import at, op_at, site_text
 from distdiag.terms.operations import op_name
 
@@ -28,6 +30,21 @@ def conditions_text(conditions: Sequence[Condition]) -> str:
 def left_text(ranks: Collection[int], call: Call) -> str:
     """Return `rank 1 left the loop before all_reduce (train.py:15)`."""
     return f"{rank_list(ranks)} left the loop before {op_at(call)}"
+
+
+def guard_text(stack: Sequence[Site], source: Source, *kinds: GuardKind) -> str:
+    """Return `` `if rank == 0` at train.py:40``: the innermost condition of these kinds for a line or its callers that can differ between
+    ranks, one on the rank before others; empty without one."""
+    held = [g for g in on_stack(stack, source) if g.kind in kinds and g.branch == "body" and g.can_differ()]
+    found = next((g for g in reversed(held) if g.on_rank), next(reversed(held), None))
+    return f"`{found.text}`{at(found.place)}" if found is not None else ""
+
+
+def kept_text(mine: Sequence[Site], theirs: Sequence[Site], ranks: Collection[int], source: Source) -> str:
+    """Return `` `if rank == 0` at train.py:40 keeps that work to rank 0: ``, of what ranks do while another waits; empty if no condition on the rank does."""
+    found = rank_condition(mine, theirs, source)
+    alone = found is not None and found.way is Way.ALONE
+    return f"`{found.text}`{at(found.site)} keeps that work to {rank_list(ranks)}: " if found and alone else ""
 
 
 def decision_advice(

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import Subset, gain
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
+from distdiag.diagnosis.model.guards import GuardKind
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot
 from distdiag.diagnosis.model.snapshot import lines_of as lines_of_key
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms
+from distdiag.diagnosis.text.conditions import guard_text
 from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.training_data import training_loaders
 from distdiag.terms.units import percent
 
 THREAD = (
@@ -76,9 +81,9 @@ BY_ARRIVAL = _row("host",
     "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",
     "the others wait {skew_ms:.0f} ms of every {period_ms:.0f} ms",
     "look at what {culprits} does between its collectives that the others do not")  # fmt: skip
-_COMPUTES = (
-    "compare the input sizes of that rank with the others'; if they are equal, check {clocks}what else runs on its host"
-)
+_COMPUTES = "{sizes}check {clocks}what else runs on its host"
+_SIZES = "compare the input sizes of that rank with the others'; if they are equal, "
+_SAME_SIZES = "its batches are as large as the others': "
 _READS = (
     "compare what {who} reads with the others (longer samples, larger files, another shard), and share it out evenly; "
 )
@@ -101,10 +106,8 @@ _DO = {
 _WAITS = {"lock": "waiting for a lock", "queue": "waiting for a queue"}
 _NOT_KNOWN = "; how fast the others' queues are filled is not known: they fill while they wait"
 _SAME_CODE = "the same code is fast on the other ranks: "
-_OWN_LINE = (
-    "that line is not seen on the other ranks: see what makes {who} run it (a hook, a debug or logging branch, another path), and take that work "
-    "out of the step or let it run rarely"
-)
+_OWN = "that line is not seen on the other ranks{under}; "
+_OWN_LINE = "see what makes {who} run it (a hook, a debug or logging branch, another path), and take that work out of the step or let it run rarely"
 _LEFT_OUT = (
     "that line is not seen on {rest}: see what lets {rest} leave that work out (a cache that only it has filled, a condition on the rank), "
     "and let all ranks do the same"
@@ -179,36 +182,47 @@ def early(times: int, first: int, whose: str = "its") -> str:
 
 
 def found(
-    template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, doing: str = "", **facts: Any
-) -> Finding:
-    """Return a finding about slow ranks; the first is at the line with most samples of that phase.
+    template: Template, s: Snapshot, window: Window, ranks: Collection[int], phase: str, source: Source, doing: str = "",
+    **facts: Any,
+) -> Finding:  # fmt: skip
+    """Return a finding about slow ranks; the first is at the line at which it spends more time than the others.
 
     Args:
         doing: What it does there, if that is known: a key of the advice.
     """
     first, *more = ranks
-    r, stack = s.ranks[first], stack_of(s.ranks[first], phase)
+    rest = [q for q in window.ranks if q not in ranks]
+    r, stack = s.ranks[first], slow_stack(s, window, first, rest, phase)
     facts.setdefault("where", (
         *where_stack(r, stack, "user_code"),
         *(where(s.ranks[q], "user_code", next(iter(stack_of(s.ranks[q], phase)), None)) for q in more),
     ))  # fmt: skip
     no_workers = all(x.workers == 0 for q in ranks for x in s.ranks[q].loaders if x.in_training)
     do = _DO[doing or ("no workers" if phase == "data" and no_workers else phase)]
-    rest = [q for q in window.ranks if q not in ranks]
     theirs = lines_of(s, rest, phase)
     if len(ranks) > len(rest):
         do = _LEFT_OUT.replace("{rest}", rank_list(rest))
     elif stack and theirs and not doing:
-        do = (
-            _DO_SAME.get(phase, do) if stack[0].key in theirs else _OWN_LINE if phase in ("forward", "backward") else do
-        )
+        of_own = _OWN + (_OWN_LINE if phase in ("forward", "backward") else do)
+        do = _DO_SAME.get(phase, do) if stack[0].key in theirs else of_own
+    guard = guard_text(stack, source, GuardKind.HOLDS)
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
     facts.setdefault("what", f"{_WAITS.get(doing, own_code)} between steps" if phase == "other" else phase)
     return template(
         culprits=sorted(ranks), victims=rest, step=r.step,
         n=len(window.columns), site=stack[0] if stack else None, **facts,
-        do=do.format(who=rank_list(ranks), clocks="its device clocks and " if s.gpus else ""),
+        do=do.format(
+            who=rank_list(ranks), clocks="its device clocks and " if s.gpus else "", under=f", and is under {guard}" if guard else "",
+            sizes=_SAME_SIZES if _same_sizes(s, ranks) else _SIZES,
+        ),
     )  # fmt: skip
+
+
+def _same_sizes(s: Snapshot, ranks: Collection[int]) -> bool:
+    """True if the batches of these ranks have as many elements as the others', on average."""
+    sizes = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
+    rest = [n for q, n in sizes.items() if q not in ranks]
+    return bool(rest) and 0 < max(sizes[q] for q in ranks) <= 1.05 * statistics.median(rest)
 
 
 def slow(case: Any) -> Finding:
@@ -219,7 +233,7 @@ def slow(case: Any) -> Finding:
         cores, children = s.ranks[x.rank].cpus, s.ranks[x.rank].workers_busy or 0.0
         own = f"its own {max(1, round(children))} busy child{'ren' if round(children) > 1 else ''}"
         return found(
-            CROWDED, s, window, [x.rank], x.phase, **facts, gain=_gain_text(window, slow, None),
+            CROWDED, s, window, [x.rank], x.phase, case.source, **facts, gain=_gain_text(window, slow, None),
             of="its only core" if len(cores) == 1 else f"its {len(cores)} cores",
             who=own if children >= 0.5 else "other ranks", them="those" if children >= 0.5 else "each rank",
         )  # fmt: skip
@@ -228,7 +242,7 @@ def slow(case: Any) -> Finding:
     queued = f" ({queued_ms:.0f} ms of them without a CPU)" if queued_ms else ""
     first = window.steps[x.rank][slow.indices[0]]
     return found(
-        SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase, **facts, queued=queued,
+        SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase, case.source, **facts, queued=queued,
         longer_ms=x.phase_ms + queued_ms, doing=case.doing, severity=Severity.INFO if case.doing == "queue" else None,
         cause="host" if x.phase == "other" else x.phase, up_to="" if alone else "up to ",
         slower="slowest" if alone else "slower than all of them", gain=_NOT_KNOWN if case.doing == "queue" else _gain_text(window, slow, case.loader_gain),
@@ -251,9 +265,9 @@ def _gain_text(window: Window, slow: Subset, loader_gain: float | None) -> str:
     return f"; {if_equal}, a step would take {percent(found.share)} less (95 % interval {interval})"
 
 
-def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) -> Finding:
+def at_times(case: Any, subset: Subset, severity: Severity) -> Finding:
     """Return the finding of a rank that is slow in every n-th step, or irregularly."""
-    (rank,), slow = subset.ranks, set(subset.indices)
+    s, window, (rank,), slow = case.snapshot, case.window, subset.ranks, set(subset.indices)
     steps = window.steps[rank]
 
     def excess_ms(phase: str) -> float:
@@ -263,7 +277,7 @@ def at_times(s: Snapshot, window: Window, subset: Subset, severity: Severity) ->
     phase = max(PHASES, key=excess_ms)
     when = f"every {ordinal(subset.period)} step, " if subset.period is not None else ""
     return found(
-        AT_TIMES, s, window, [rank], phase, severity=severity, found=subset, when=when,
+        AT_TIMES, s, window, [rank], phase, case.source, severity=severity, found=subset, when=when,
         steps="" if when else " steps", cause="host" if phase == "other" else phase,
     )  # fmt: skip
 
@@ -284,7 +298,32 @@ def stack_of(r: RankState, phase: str) -> tuple[Site, ...]:
 
     Samples from before the first step (`init`) do not count: what is slow comes after it.
     """
-    names = ("other", "checkpoint", "validate") if phase == "other" else (phase,)
-    name = max(names, key=lambda name: sites[0][1] if (sites := r.phase_sites.get(name)) else 0)
+    name = max(_names(phase), key=lambda name: sites[0][1] if (sites := r.phase_sites.get(name)) else 0)
     sites = r.phase_sites.get(name)
     return r.phase_stacks.get(name, (sites[0][0],)) if sites else ()
+
+
+def slow_stack(s: Snapshot, window: Window, rank: int, rest: Sequence[int], phase: str) -> tuple[Site, ...]:
+    """Return the stack at the line at which a rank spends more time in that phase than the others, by the largest difference.
+
+    It need not be the line with most samples, at which all ranks may be as long. Of another line the callers are not known.
+    """
+    most = stack_of(s.ranks[rank], phase)
+    own_ms, *theirs = (_ms_by_line(s.ranks[q], window, phase) for q in (rank, *rest[:: max(1, len(rest) // 24)]))
+    if not most or not theirs or not all(theirs):
+        return most
+    excess_ms = {site: ms - statistics.median_low(of.get(site, 0.0) for of in theirs) for site, ms in own_ms.items()}
+    longest = max(excess_ms, key=lambda site: excess_ms[site])
+    mostly = 2 * excess_ms.get(most[0], 0.0) >= sum(ms for ms in excess_ms.values() if ms > 0.0)
+    return most if mostly or excess_ms[longest] <= 0.0 else (longest,)
+
+
+def _ms_by_line(r: RankState, window: Window, phase: str) -> dict[Site, float]:
+    """Return the milliseconds per step that a rank spends at each of its most frequent lines of a phase."""
+    counts = Counter({site: n for name in _names(phase) for site, n in r.phase_sites.get(name, ())})
+    mean_ms = statistics.fmean(part_ms(x, phase) for x in window.steps[r.rank])
+    return {site: mean_ms * n / counts.total() for site, n in counts.items()}
+
+
+def _names(phase: str) -> tuple[str, ...]:
+    return ("other", "checkpoint", "validate") if phase == "other" else (phase,)

@@ -82,6 +82,47 @@ def test_a_line_of_one_ranks_own_has_its_own_advice(same: bool, advice: str) -> 
     assert advice in only(stragglers(job(*ranks))).advice
 
 
+@pytest.mark.parametrize(("counts", "line"), [((60, 30, 10), 44), ((60, 4, 2), 40), ((40, 30, 30), 44)])
+def test_a_slow_rank_is_at_the_line_at_which_it_takes_longer_than_the_others(
+    counts: tuple[int, ...], line: int
+) -> None:
+    """All ranks are longest at line 40; only the slow one is longer at line 44 than they are."""
+    at = [Site("/job/train.py", n, "main") for n in (40, 44, 48)]
+    usual = {"phase_sites": {"other": ((at[0], 90), (at[1], 5), (at[2], 5))}}
+    ranks = [rank(q, steps=plus(steps(wait_ms=80.0, seed=q), 50.0), **usual) for q in range(2)]
+    own = {"phase_sites": {"other": tuple(zip(at, counts, strict=True))}}
+    ranks.append(rank(2, steps=plus(steps(80.0, "other", seed=2), 50.0), **own))
+    f = only(stragglers(job(*ranks)))
+    assert f"at train.py:{line} in main" in f.message
+
+
+def plus(of: tuple[Step, ...], other_ms: float) -> tuple[Step, ...]:
+    """Return steps with so much more between them."""
+    return tuple(msgspec.structs.replace(x, step_ms=x.step_ms + other_ms, other_ms=x.other_ms + other_ms) for x in of)
+
+
+def test_a_line_of_one_ranks_own_is_named_with_the_condition_that_leads_to_it() -> None:
+    draw, call, usual = Site("/job/log.py", 2, "draw"), Site("/job/log.py", 5, "main"), Site("/job/log.py", 6, "main")
+    text = "def draw():\n  plot()\ndef main():\n  if rank == 2:\n    draw()\n  print(step)\n"
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), phase_sites={"other": ((usual, 9),)}) for q in range(2)]
+    own = {"phase_sites": {"other": ((draw, 40),)}, "phase_stacks": {"other": (draw, call)}}
+    ranks.append(rank(2, steps=steps(80.0, "other", seed=2), **own))
+    f = only(findings(job(*ranks), straggler, source={"/job/log.py": text}.get))
+    assert f.advice.startswith(
+        "that line is not seen on the other ranks, and is under `if rank == 2` at log.py:4 in main; move"
+    )
+
+
+@pytest.mark.parametrize(
+    ("elements", "advice"), [(64.0, "its batches are as large"), (None, "compare the input sizes")]
+)
+def test_input_sizes_that_are_known_to_be_equal_need_no_comparison(elements: float | None, advice: str) -> None:
+    given = {"loaders": (loader(mean_elements=elements),)}
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), **given) for q in range(2)]
+    ranks.append(rank(2, steps=steps(80.0, "forward", seed=2), **given))
+    assert advice in only(stragglers(job(*ranks))).advice
+
+
 @pytest.mark.parametrize(("own", "theirs", "named"), [(0.8, 0.0, True), (0.8, 0.7, False), (0.2, 0.0, False)])
 def test_a_thread_that_takes_the_time_of_a_slow_rank_is_named(own: float, theirs: float, named: bool) -> None:
     line = Site("/job/metrics.py", 12, "flush")
