@@ -19,6 +19,7 @@ from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.culprit import paths, pending_exception
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
+from distdiag.diagnosis.model.guards import GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import (
@@ -32,7 +33,7 @@ from distdiag.diagnosis.polled import (
     polled_loop,
 )
 from distdiag.diagnosis.queues import filled_by
-from distdiag.diagnosis.text.conditions import conditions_text, decision_advice, left_text
+from distdiag.diagnosis.text.conditions import conditions_text, decision_advice, kept_text, left_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import (
     NO_PROGRESS,
@@ -99,6 +100,7 @@ _VALIDATION = {
     "validate", "validation", "valid", "val", "eval", "evaluate", "evaluation", "test", "predict", "inference",
 }  # fmt: skip
 _FILE_LOCK = re.compile(r"(?i)file_?lock|flock|lockf")
+_DUTIES = ("user_code", "process", "sleep", "checkpoint", "socket", "device")
 _CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
 
 
@@ -312,13 +314,16 @@ def _how_long(waited_s: float, limit_s: float) -> str:
 def _limit_s(facts: Facts, r: RankState, victims: Sequence[int], waited_s: float) -> float:
     """Return `patience_s`; more for a rank that works under a condition on the rank while the others wait for it on purpose.
 
-    They are in a barrier, or in a broadcast of its result: drawing, scoring, an export, an upload by another program.
+    They are in a barrier, or in a broadcast of its result: drawing, scoring, an export, an upload by another program. So is a nap; one
+    in a loop is the pause between tries, which may never end.
     """
     limit_s, duty_s = patience_s(r), limits.patience_s["validation"]
     states = [facts.snapshot.ranks[v] for v in victims]
     if not limit_s <= waited_s < duty_s or not all(_on_purpose(v, r.rank) for v in states):
         return limit_s
-    if refined(_doing(r), line_at(r.current_site, facts.source)) not in ("user_code", "process"):
+    doing, site = refined(_doing(r), line_at(r.current_site, facts.source)), r.current_site
+    tries = site is not None and any(g.kind is GuardKind.INSIDE for g in on_stack((site,), facts.source))
+    if doing not in ("user_code", "process") and (doing != "sleep" or tries):
         return limit_s
     guard = paths.rank_condition(r.user_stack, states[0].user_stack, facts.source)
     return duty_s if guard is not None and guard.way is paths.Way.ALONE else limit_s
@@ -517,7 +522,8 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     do = _of_loader(facts, r, workers) if doing == "data" else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
     doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
-    otherwise = _DO_IMPORT if doing == "worker" and _import(facts, r) else _DO.get(do, _DO[""])
+    imports = _import(facts, r)
+    otherwise = _DO_IMPORT if imports and doing == "worker" else _advice(facts, states, victim, do)
     otherwise = filled(_DO_DIED, ranks=ranks) if died else otherwise
     advice = _open_advice(r, opened) if opened else _DO_GONE if gone else otherwise
     victims = sorted({v for x in late for v in x.victims})
@@ -548,7 +554,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank, at_line),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=does or f"{_subject(ranks, at_line)} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
-        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else _import(facts, r),
+        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else imports,
         worker=worker_text(r) if doing == "data" else "",
         open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
         died=died, gone=gone,
@@ -558,6 +564,12 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         cost=_cost(s.world_size, victims, ranks, sure=bool(key or for_file or fed), waits=doing in ("socket", "queue")),
         do=advice,
     )  # fmt: skip
+
+
+def _advice(facts: Facts, late: Sequence[RankState], victim: RankState, row: str) -> str:
+    """Return a row of `_DO`, after the condition on the rank that keeps this work to the late ranks."""
+    ranks, stacks = [r.rank for r in late], (late[0].user_stack, victim.user_stack)
+    return (kept_text(*stacks, ranks, facts.source) if row in _DUTIES else "") + _DO.get(row, _DO[""])
 
 
 def _import(facts: Facts, r: RankState) -> str:

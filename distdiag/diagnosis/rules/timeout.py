@@ -9,6 +9,7 @@ from distdiag.diagnosis.endings import End, timed_out
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.rules.stall import NOT_JOINED
+from distdiag.diagnosis.text.conditions import kept_text
 from distdiag.diagnosis.text.phrases import where, where_stack
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.wait import last_wait
@@ -18,7 +19,7 @@ kind = kinds.TIMEOUT
 limits = None  # the backend's own timeout is the limit
 LATE = Template(kind, "late_rank",
     "{what} timed out on {victims}: {culprits} {culprits:was|were} alive and late{by}{site}",
-    "the job ended", "do that work on all ranks, or outside the step, or raise the group's timeout to cover it",
+    "the job ended", "{kept}do that work on all ranks, or outside the step, or raise the group's timeout to cover it",
     proved=True)  # fmt: skip
 UNSEEN = Template(kind, "late_rank",
     "{what} timed out on {victims}{at_call}: {culprits} {culprits:was never seen and|were never seen, and at least one of them} had not come to it{by}",
@@ -38,5 +39,6 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         culprits=[r.rank for r in late] or facts.cascade.ranks, victims=[r.rank for r in victims], collective=call,
         where=(w for r in late for w in where_stack(r, r.user_stack, None, 3)), waiting=map(where, victims),
         step=first.step, first_seen_s=since_s, what=call or "a collective",
+        kept=kept_text(late[0].user_stack, first.user_stack, facts.cascade.ranks, facts.source) if late else "",
         by=f" {'by more than' if late else 'for'} {rough_duration(waited_s)}" if waited_s else "", at_call=first.current_site,
     )  # fmt: skip

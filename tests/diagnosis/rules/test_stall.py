@@ -49,7 +49,7 @@ def test_a_rank_that_waits_for_a_process_of_its_own_that_has_died(activity: str,
 
 
 DUTY = """def draw(net):
-    return {work}
+    {work}
 def main():
     for epoch in range(3):
         if rank == 1:
@@ -66,6 +66,9 @@ main()
         ("dist.barrier()", "[net(i) for i in range(9)]", "user_code", 70.0, True),
         ("dist.barrier()", "subprocess.run(upload)", "socket", 40.0, False),
         ("dist.barrier()", "server.recv(4)", "socket", 40.0, True),
+        ("dist.barrier()", "time.sleep(50)", "sleep", 40.0, False),
+        ("dist.barrier()", "while busy(): time.sleep(1)", "sleep", 40.0, True),
+        ("dist.all_reduce(loss)", "time.sleep(50)", "sleep", 15.0, True),
         ("dist.all_reduce(loss)", "[net(i) for i in range(9)]", "user_code", 40.0, True),
         ("dist.broadcast(order, 1)", "[net(i) for i in range(9)]", "user_code", 40.0, False),
         ("dist.broadcast(order, 0)", "[net(i) for i in range(9)]", "user_code", 40.0, True),
@@ -85,6 +88,8 @@ def test_others_wait_longer_in_a_barrier_for_the_work_of_one_rank_under_a_condit
     late = rank(1, enqueued={"default_pg": 6}, user_stack=frames, current_site=frames[0], activity=activity)
     found = findings(job(waiting, late), stall, source={"/job/train.py": DUTY.format(call=call, work=work)}.get)
     assert bool(found) is reported
+    head = "`if rank == 1` at train.py:5 keeps that work to rank 1: "
+    assert all(f.advice.startswith(head) or work.startswith("while") for f in found)
 
 
 BUDGET = """def main():
