@@ -151,7 +151,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         found += [*_shuffled_apart(s, loaders)] or _other_data(s, loaders)
         yield from found or _same_samples(s, loaders)
         ranks = sorted(q for q, x in loaders.items() if _same_order(x))
-        if ranks and len(ranks) == len(loaders):
+        if any(x.distributed_sampler and x.shuffle and x.iterations_started < 2 for x in loaders.values()):
+            yield Abstained("no second pass over the data has begun", cause=SAME_ORDER.cause)
+        elif ranks and len(ranks) == len(loaders):
             yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
         if all(not x.distributed_sampler and x.sampler_epoch and _began_the_same(x) for x in loaders.values()):
             yield _found(KEPT_EPOCH, s, loaders, sorted(loaders), epoch=loaders[min(loaders)].sampler_epoch)
@@ -286,6 +288,7 @@ def _losses(s: Snapshot, ranks: Iterable[int]) -> list[tuple[float, ...]]:
 
 def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:
     if len({x.iterations_started for x in loaders.values()}) != 1:
+        yield Abstained("the ranks are in different passes over their data")
         return
     if not (groups := _groups(loaders)):
         yield from _shifted(s, loaders)

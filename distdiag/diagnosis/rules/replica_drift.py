@@ -12,6 +12,7 @@ from distdiag.diagnosis import kinds, split_models
 from distdiag.diagnosis.comparison import Veto, by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
+from distdiag.diagnosis.model.guards import GuardKind
 from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.replicas import (
     averaged_by_ddp,
@@ -25,6 +26,7 @@ from distdiag.diagnosis.replicas import (
     spread,
     values_of,
 )
+from distdiag.diagnosis.text.conditions import guard_text
 from distdiag.diagnosis.text.drift import (
     DRIFT,
     LEFT_IN_EVAL,
@@ -57,13 +59,13 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     teams = {x.name for x in sampled(s, "parameters")} - {""}
     of_teams = [("parameters", team) for team in sorted(teams) or [""]]
-    outside, reported = _drift(s, "outside_ddp", sorted(s.ranks), split=False), False
+    outside, reported = _drift(facts, "outside_ddp", sorted(s.ranks), split=False), False
     others = [(kind_of, "") for kind_of in ("outside_ddp", "outside_fsdp", "untrained", "frozen", "state", "buffers")]
     for kind_of, team in (*of_teams, *others):
         ranks = [q for q in unfold_ranks(team) if q in s.ranks] or sorted(s.ranks)
-        found = outside if kind_of == "outside_ddp" else _drift(s, kind_of, ranks, bool(team))
+        found = outside if kind_of == "outside_ddp" else _drift(facts, kind_of, ranks, bool(team))
         if team and isinstance(found, Finding):
-            found = _and_teams(s, found, [unfold_ranks(x) for x in teams if x != team])
+            found = _and_teams(facts, found, [unfold_ranks(x) for x in teams if x != team])
         if kind_of == "parameters" and isinstance(found, Finding) and isinstance(outside, Finding):
             found = _first(outside, found)
         if isinstance(found, Finding):
@@ -83,10 +85,12 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     yield from _logged(s)
 
 
-def _and_teams(s: Snapshot, found: Finding, teams: list[tuple[int, ...]]) -> Finding:
+def _and_teams(facts: Facts, found: Finding, teams: list[tuple[int, ...]]) -> Finding:
     """Return a drift within one set of ranks, which names the other sets that drift, too."""
     drifts = [
-        _drift(s, "parameters", ranks, True) for of in sorted(teams) if (ranks := [q for q in of if q in s.ranks])
+        _drift(facts, "parameters", ranks, True)
+        for of in sorted(teams)
+        if (ranks := [q for q in of if q in facts.snapshot.ranks])
     ]
     too = [x for x in drifts if isinstance(x, Finding)]
     shown = ", ".join(rank_list(sorted({*x.culprits, *x.victims})) for x in too[:3]) + (", …" if len(too) > 3 else "")
@@ -160,13 +164,13 @@ _NAMED = {
 }
 
 
-def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding | Abstained:
+def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding | Abstained:
     """Return the drift of values that must be equal on some ranks.
 
     Args:
         split: These ranks split a module between them, and the values are of what each has whole.
     """
-    is_buffers = kind_of == "buffers"
+    s, is_buffers = facts.snapshot, kind_of == "buffers"
     abstained = partial(Abstained, cause=None if kind_of == "parameters" else kind_of)
     models = dict.fromkeys(m.name for r in s.ranks.values() for m in r.models if m.name)
     named = _NAMED.get(kind_of, kind_of)
@@ -184,7 +188,10 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
     mild = is_buffers and not steps  # statistics of different batches differ a little from the first step on
     steps = steps or differing(limits.relative)
     if len(steps) < limits.samples or steps[-limits.samples :] != common[-limits.samples :]:
-        return abstained(f"the checksums of {named} agree", checked=True)
+        finite = [k for k in common if all(map(math.isfinite, sums[k].values()))]
+        if not finite:
+            return abstained(f"no checksum of {named} is finite")
+        return abstained(_agree(named, finite, len({*steps} & {*finite})), checked=True)
     # later ones may be NaN on all ranks, which says nothing
     steps = [k for k in steps if all(map(math.isfinite, sums[k].values()))] or steps
     cause = "split_module" if split else _cause(s, kind_of, steps)
@@ -210,7 +217,15 @@ def _drift(s: Snapshot, kind_of: str, ranks: list[int], split: bool) -> Finding 
         cause = "different_init"  # before the first step: weights were loaded after DDP had made the replicas equal
     local = cause in ("unequal", "gradients_not_synced") and _local_gradients(s, steps)
     equal = 0 if cause == "outside_fsdp" else max((k for k in common if k < steps[0]), default=None)
-    return _finding(s, cause, steps, sums[steps[-1]], equal, began_equal, mild, local)
+    return _finding(facts, cause, steps, sums[steps[-1]], equal, began_equal, mild, local)
+
+
+def _agree(named: str, compared: list[int], differing: int) -> str:
+    """Return why there is no drift: of what, and at which steps, the checksums were compared."""
+    n, newest = counted(len(compared), "step"), f"the newest is {compared[-1]:,}"
+    if differing:
+        return f"the checksums of some elements of {named} differ at {differing} of {n} that were compared, but not at the newest two ({newest})"
+    return f"the checksums of some elements of {named} agree at {n} that were compared ({newest})"
 
 
 def _local_gradients(s: Snapshot, drifting: list[int]) -> bool:
@@ -355,7 +370,7 @@ def _what_differs(s: Snapshot, steps: list[int]) -> tuple[str, dict[int, float]]
 
 
 def _finding(
-    s: Snapshot,
+    facts: Facts,
     cause: str,
     steps: list[int],
     values: dict[int, float],
@@ -365,6 +380,7 @@ def _finding(
     local: bool,
 ) -> Finding:
     """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`, after they were equal at a step."""
+    s = facts.snapshot
     models = [m for r in s.ranks.values() for m in r.models]
     averaged = cause == "different_init" or (averaged_by_ddp(s) == "each_step" and cause == "gradients_not_synced")
     lost = _hooks_lost(s, steps[0]) if averaged else None
@@ -396,16 +412,36 @@ def _finding(
         severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in _WARNS else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=() if unseen else wheres(s, ranks, None, {q: averaging_site(s.ranks[q], by_hand) for q in ranks}),
-        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=spread(values), do=words.do, cost=words.cost,
+        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=spread(values), cost=words.cost,
+        do=(_skips(facts) if way == "skipped_steps" else "") + words.do,
     )  # fmt: skip
 
 
+def _skips(facts: Facts) -> str:
+    """Return the condition under which ranks step, or go on before they do; empty if none is known."""
+    stacks = [stack for r in facts.snapshot.ranks.values() if (stack := r.phase_stacks.get("optimizer"))]
+    guard = guard_text(stacks[0], facts.source, GuardKind.HOLDS, GuardKind.PASSED) if stacks else ""
+    return f"{guard} may be what decides on each rank by itself whether it steps: " if guard else ""
+
+
 def _skipped_steps(s: Snapshot) -> dict[int, float]:
-    """Return how many averaged backward passes of each rank no optimizer step followed, if that differs and most were followed; or nothing."""
-    passes = {q: sum(m.synced_backwards for m in r.models) for q, r in s.ranks.items()}
-    without = {q: float(passes[q] - r.step) for q, r in s.ranks.items()}  # both of one moment
-    most_stepped = all(0 <= 2 * n < passes[q] for q, n in without.items())
-    return without if most_stepped and max(without.values()) - min(without.values()) > 1 else {}
+    """Return how many averaged backward passes of each rank no optimizer step followed, when that differed last; or nothing.
+
+    By the checksums, whose keys count the passes before a step, as the totals may be equal again; and now. Most passes must be followed.
+    """
+    keys = by_step({q: {x.step: x.key >> 32 for x in samples_of(r, "parameters")} for q, r in s.ranks.items()})
+    passes = {k: of for k, of in keys.items() if all(of.values())}
+    without = [({q: float(n - k) for q, n in of.items()}, of, 0) for k, of in passes.items()]
+    now = {q: sum(m.synced_backwards for m in r.models) for q, r in s.ranks.items()}
+    without.append(
+        ({q: float(now[q] - r.step) for q, r in s.ranks.items()}, now, 1)
+    )  # polled at different moments of a step
+    apart = (
+        of
+        for of, n, usual in reversed(without)
+        if max(of.values()) - min(of.values()) > usual and all(0 <= 2 * of[q] < n[q] for q in of)
+    )
+    return next(apart, {})
 
 
 def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool, written: bool) -> str:

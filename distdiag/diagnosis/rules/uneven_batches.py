@@ -156,7 +156,7 @@ def _size(s: Snapshot) -> Finding | Abstained:
             return Abstained(f"rank {r.rank} only shadows the collectives of the others")
         usual[r.rank] = size
     if len(set(usual.values())) < 2:
-        return Abstained("all ranks have the same batch size", checked=True)
+        return Abstained("all ranks have the same batch size in most of their newest steps", checked=True)
     if (entered := _equal_inputs(s)) is not None:
         why = f"the loaders' batches differ, but {entered:,} samples enter the module on every rank"
         return Abstained(why, checked=True)

@@ -313,24 +313,34 @@ def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], 
     return only(of_kind(found_in(job(*ranks)), "replica_drift"))
 
 
-def test_steps_that_a_rank_alone_skips_are_the_reason_before_what_is_compared_step_by_step() -> None:
+@pytest.mark.parametrize("equal_again", [False, True])
+def test_steps_that_a_rank_alone_skips_are_the_reason_before_what_is_compared_step_by_step(equal_again: bool) -> None:
+    """Rank 1 skips two steps; rank 0 may skip as many later, and both have made equally many then."""
+
     def samples(q: int) -> tuple[Sample, ...]:
+        passes = {k: k + 2 * (q if k < 16 else 1) if equal_again and k > 4 else 0 for k in (0, 2, 4, 8, 16)}
         of = (
-            (Sample("parameters", k, 1.0 + 0.1 * q * (k > 4), key=5), Sample("learning_rate", k, 0.1 + 0.001 * q))
-            for k in (0, 2, 4, 8, 16)
+            (
+                Sample("parameters", k, 1.0 + 0.1 * q * (k > 4), key=5 | n << 32),
+                Sample("learning_rate", k, 0.1 + 0.001 * q),
+            )
+            for k, n in passes.items()
         )
         return tuple(x for pair in of for x in pair)
 
     ranks = [
         rank(
             q,
-            step=20 - 2 * q,
+            step=18 if equal_again else 20 - 2 * q,
             models=(msgspec.structs.replace(MODEL, forwards=20, synced_backwards=20),),
             samples=samples(q),
+            phase_stacks={"optimizer": (Site("/job/nan.py", 5, "main"),)},
         )
         for q in range(2)
     ]
-    f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
+    text = "def main():\n  for x in batches:\n    if not loss(x).isfinite():\n      continue\n    optimizer.step()\n"
+    f = only(of_kind(findings(job(*ranks), replica_drift, source={"/job/nan.py": text}.get), "replica_drift"))
+    assert "`if not loss(x).isfinite()` at nan.py:3 in main may be what decides" in f.advice
     assert (
         "had no optimizer step of their own (0 on rank 0, 2 on rank 1)" in f.message
         and "let all ranks decide together" in f.advice
