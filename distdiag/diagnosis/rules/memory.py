@@ -74,6 +74,8 @@ _VETOES = (
     Veto(lambda s: not any(r.memory or r.device_bytes for r in s.ranks.values()), "memory is not measured", False),
     Veto(lambda s: not any(r.warm_since_s is not None for r in s.ranks.values()),
          "no rank has made its first 20 steps", False),
+    Veto(lambda s: all(_watched_s(r) < limits.growth[-1][1] for r in s.ranks.values()),
+         f"memory is known for less than {limits.growth[-1][1]:.0f} s since the first 20 steps", False),
 )  # fmt: skip
 
 GROWTH = Template(
@@ -95,7 +97,7 @@ HOST_IMBALANCE = Template(
     kind, "imbalance",
     "{culprits} {culprits:holds|hold} {most:size} of host memory, the others {typical:size}",
     "the fullest rank is the first to be killed when memory runs out",
-    "find the cache, gathered state or list of outputs that only that rank keeps; shard it, or free it after use",
+    "find what only that rank keeps: {kept}a cache, gathered state or a list of outputs; shard it, or free it after use",
     proved=True)  # fmt: skip
 DEVICE_IMBALANCE = Template(
     kind, "imbalance",
@@ -117,12 +119,12 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield veto
     if (growth := _on_host(facts, "memory") or _on_host(facts, "worker_memory") or _on_device(facts)) is not None:
         yield growth
-    yield from _imbalance(s, HOST_IMBALANCE, _late(s), limits.imbalance_share_of_host * (s.host_memory_bytes or 0))
+    yield from _imbalance(facts, HOST_IMBALANCE, _late(s), limits.imbalance_share_of_host * (s.host_memory_bytes or 0))
     used = {q: r.device_bytes for q, r in s.ranks.items() if r.device_bytes and r.device_total_bytes}
     tight = [q for q, n in used.items() if n > limits.headroom * (s.ranks[q].device_total_bytes or 1)]
     if tight:
         yield HEADROOM(culprits=tight, most=limits.headroom)
-    yield from _imbalance(s, DEVICE_IMBALANCE, used)
+    yield from _imbalance(facts, DEVICE_IMBALANCE, used)
 
 
 # -- growth ----------------------------------------------------------------------------------------------------------
@@ -136,6 +138,12 @@ def slope(points: Sequence[tuple[float, int]]) -> tuple[float, float]:
     sizes = sum((b - mean) ** 2 for _, b in points)
     both = sum((t - mean_s) * (b - mean) for t, b in points)
     return (both / times, both * both / (times * sizes)) if times and sizes else (0.0, 0.0)
+
+
+def _watched_s(r: RankState) -> float:
+    """Return for how many seconds a rank's memory is known since its first steps."""
+    newest = max((of[-1][0] for of in (r.memory, r.device_memory) if of), default=0.0)
+    return newest - (newest if r.warm_since_s is None else r.warm_since_s)
 
 
 def _recent(r: RankState, of: str, window_s: float, since_s: float) -> Points:
@@ -157,7 +165,8 @@ def _growing(
     """
     out: dict[int, float] = {}
     for q in ranks:
-        points = _recent(s.ranks[q], of, max(limits.window_s, patience_s), since_s)
+        # some more, as the oldest samples are no multiple of a second ago, and many are thinned
+        points = _recent(s.ranks[q], of, max(limits.window_s, 1.1 * patience_s), since_s)
         points = points[:: -max(1, len(points) // limits.points)][::-1]
         if len(points) < 2:
             continue
@@ -245,11 +254,16 @@ def _late(s: Snapshot) -> dict[int, int]:
     return out if len(out) >= s.world_size else {}
 
 
-def _imbalance(s: Snapshot, template: Template, values: dict[int, int], least: float = 0.0) -> Iterator[Finding]:
+def _imbalance(facts: Facts, template: Template, values: dict[int, int], least: float = 0.0) -> Iterator[Finding]:
     """Yield ranks whose memory is far above the others'; nothing unless that of all ranks is known."""
+    s = facts.snapshot
     if len(values) < max(2, len(s.ranks)) or model_parallel(s):
         return
     odd, typical = above(values, lambda typical: max(limits.imbalance_bytes, limits.imbalance_share * typical, least))
     if odd:
-        step, most = s.ranks[odd[0]].step, values[odd[0]]
-        yield template(culprits=odd, where=wheres(s, odd), site=None, step=step, most=most, typical=typical)
+        r, most = s.ranks[odd[0]], values[odd[0]]
+        puts = kept([r.user_stack, *r.phase_stacks.values()], facts.source, in_workers=False, step=r.step)
+        named = "".join(f"`{x.text}`{at(x.site)}, " for x in puts)
+        yield template(
+            culprits=odd, where=wheres(s, odd), site=None, step=r.step, most=most, typical=typical, kept=named
+        )

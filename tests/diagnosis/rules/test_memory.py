@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from msgspec.structs import replace
 
 from distdiag.diagnosis.model.findings import Finding
@@ -59,13 +61,15 @@ def test_growth_on_a_device_is_reported_with_the_time_left() -> None:
 def test_growth_on_a_host_is_reported_with_the_time_left() -> None:
     """The more time is left, the longer it is watched: a replay buffer also grows until it is full."""
 
-    def grows(per_s: float, seconds: int) -> list[Finding]:
-        points = tuple((float(t), int(4e8 + per_s * t)) for t in range(seconds))
+    def grows(per_s: float, seconds: int, until: float = math.inf) -> list[Finding]:
+        points = tuple((1.007 * t, int(4e8 + per_s * min(t, until))) for t in range(seconds))
         ranks = [rank(q, memory=points, warm_since_s=5.0) for q in range(2)]
         return findings_of(job(*ranks, host_available_bytes=int(144e9)))
 
-    assert "full in 2 hours at this rate" in only(grows(10e6, 160)).message  # two ranks, 10 MB/s each
+    assert "full in 2 hours at this rate" in only(grows(10e6, 170)).message  # two ranks, 10 MB/s each
     assert grows(10e6, 100) == []
+    assert "full in 3 hours" in only(grows(8e6, 200)).message and grows(8e6, 170) == []
+    assert grows(8e6, 200, until=165) == [], "it has been over for most of a minute"
     assert "full in 12 minutes" in only(grows(100e6, 30)).message and grows(100e6, 10) == []
 
 
