@@ -13,7 +13,7 @@ from distdiag import files
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
-from distdiag.diagnosis.text.finding import finding_lines, in_the_past
+from distdiag.diagnosis.text.finding import brief_lines, finding_lines, in_the_past
 from distdiag.launcher import PRINTED_ON, VERDICT, stderr_id
 from distdiag.streams import PLAINER, needs_ascii
 from distdiag.terms.tables import WIDTH, wrapped
@@ -75,7 +75,7 @@ class Announcer:
         self._write("\n" + _marked(finding_lines(f, _WIDTH)))
 
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
-        """Print how the job ended, the newest error in full, one line per other finding, and the command for the rest.
+        """Print how the job ended, the newest error in full, the other findings in brief, and the command for the rest.
 
         The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them. What a crash has
         just printed in full is one line here.
@@ -99,13 +99,13 @@ class Announcer:
         if found:
             counts = {s: sum(f.severity == s for f in found) for s in (Severity.ERROR, Severity.WARNING)}
             lines.append(", ".join(counted(n, s) for s, n in counts.items() if n) + " found:")
-            for i, f in enumerate(found[:8]):
+            for i, f in enumerate(map(in_the_past, found[:8])):
                 if i == 0 and f.severity == Severity.ERROR:
                     begin = len(lines)
-                    lines += finding_lines(in_the_past(f), _WIDTH)
+                    lines += finding_lines(f, _WIDTH)
                     full = slice(begin, len(lines))
                     continue
-                lines += wrapped(_short(f), _WIDTH, "  ")
+                lines += wrapped(_short(f), _WIDTH, "  ") + brief_lines(f, _WIDTH) * (f.severity == Severity.WARNING)
             if len(found) > 8:
                 lines.append(f"  … and {len(found) - 8} more")
         elif not node:
@@ -117,7 +117,9 @@ class Announcer:
             lines += [line for f in infos[:8] for line in wrapped(_short(f), _WIDTH, "  ")]
         if cleared:
             lines.append("cleared before the end:")
-            lines += [line for f in cleared[:8] for line in wrapped(f"{_short(f)} (cleared)", _WIDTH, "  ")]
+            lines += [
+                line for f in cleared[:8] for line in wrapped(f"{_short(in_the_past(f))} (cleared)", _WIDTH, "  ")
+            ]
         shown = list(lines)
         message, at_s = self._printed.get(found[0].key, ("", 0.0)) if full.stop else ("", 0.0)
         if full.stop and message == found[0].message and time.monotonic() - at_s < JUST_S:

@@ -88,3 +88,6 @@ def test_after_the_end_nothing_is_advised_that_needs_a_running_job() -> None:
     assert (f.cost, f.advice) == ("1 of 2 ranks waited", "see where it hangs")
     kept = Finding(kind="straggler", message="", cost="ranks 1, 2 wait 220 ms of a step", advice="look at its host")
     assert in_the_past(kept) == kept
+    grows = "host memory of rank 0 grows by 1.0 MiB per step (9.5 MiB a minute), 2.0 GiB at step 40, full in 2 hours at this rate; it may be"
+    grew = in_the_past(Finding(kind="memory", message=grows)).message
+    assert grew == "host memory of rank 0 grew by 1.0 MiB per step (9.5 MiB a minute), 2.0 GiB at step 40; it may be"

@@ -148,6 +148,7 @@ def test_what_is_printed_fits_80_columns_and_a_log_of_it_has_the_same_findings(
     slow = Finding(
         kind="straggler", cause="host", severity=Severity.WARNING, culprits=(1,),
         message="rank 1: its own code takes 41 ms longer per step than on the others, in 50 of the last 50 steps",
+        cost="rank 0 loses 41 ms of a step", advice="move that work off the training step: do it in fewer steps, or in a thread",
     )  # fmt: skip
     announcer = Announcer(tmp_path, quiet=False)
     announcer.finding(msgspec.structs.replace(slow, message=slow.message.replace("41", "39")))
@@ -156,13 +157,15 @@ def test_what_is_printed_fits_80_columns_and_a_log_of_it_has_the_same_findings(
     announcer.summary(diagnosis, (slow, error))
     printed = capfd.readouterr().err
     assert all(len(line) <= 80 or path in line for line in printed.splitlines())
+    brief = ("  cost   rank 0 loses 41 ms of a step", "  do     move that work off the training step: do it in fewer …")
+    assert "\n".join(f"[distdiag] {line}" for line in brief) in printed
     (tmp_path / "job.err").write_text(printed)
     report = diagnose_logs([str(tmp_path / "job.err")])
     assert report is not None
     first, second = report.findings
     assert (first.message, first.culprits, first.victims) == (error.message, (1,), (0,))
     assert (first.where, first.waiting) == (error.where, error.waiting) and first.advice == error.advice.rstrip()
-    assert (second.message, second.severity) == (slow.message, "warning")
+    assert (second.message, second.severity, second.advice) == (slow.message, "warning", slow.advice)
 
 
 @pytest.mark.parametrize(("state", "shown"), [(State.FAILED, True), (State.ENDED, False)])

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, LastSeen, Severity, Where, rank_list
-from distdiag.diagnosis.text.phrases import NO_PROGRESS, NO_PROGRESS_MADE
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, NO_PROGRESS_MADE, shortened
 from distdiag.terms.sites import line_text
 from distdiag.terms.tables import WIDTH, wrapped
 from distdiag.terms.units import rough_duration
@@ -20,7 +20,10 @@ SHOWN_SITES = 4
 LONG = 120  # characters of a message that are read at a glance
 LAST_SEEN = 16
 _NOW = ("`distdiag dump` saves", "this is cleared if")  # advice that only a running job can follow
-_WAIT = re.compile(r"(?<=ranks )wait$")
+# in the cost, or in the message: what is no longer so after the end
+_PAST = (
+    (re.compile(r"(?<=ranks )wait$"), "waited"), (re.compile(r"(?<=[a-z0-9] )grows by "), "grew by "), (re.compile(r", full (?:with)?in [^;]+ at this rate"), ""),
+)  # fmt: skip
 # sites where a rank was: the line by which it left the loop, or in which it is now, is not known
 _BEFORE = {"finished": "last seen at", "last_call": "last call at"}
 
@@ -52,9 +55,11 @@ def listed(wheres: tuple[Where, ...]) -> str:
 
 def in_the_past(f: Finding) -> Finding:
     """Return an open finding in the past tense, without advice for a running job, for after the job's end."""
-    cost = NO_PROGRESS_MADE if f.cost == NO_PROGRESS else _WAIT.sub("waited", f.cost)
+    message, cost = f.message, NO_PROGRESS_MADE if f.cost == NO_PROGRESS else f.cost
+    for now, past in _PAST:
+        message, cost = now.sub(past, message), now.sub(past, cost)
     do = "; ".join(x for x in f.advice.split("; ") if not x.startswith(_NOW)) or f.advice
-    return msgspec.structs.replace(f, cost=cost, advice=do)
+    return msgspec.structs.replace(f, message=message, cost=cost, advice=do)
 
 
 def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
@@ -78,6 +83,12 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     for label, text in lines:
         out += wrapped(text, width, f"  {label:<7}" if label else "")
     return out
+
+
+def brief_lines(f: Finding, width: int = WIDTH) -> list[str]:
+    """Return what a finding costs and what to do, for a list of findings: a line each, cut at its end."""
+    texts = (("cost", f.cost), ("do", f.advice))
+    return [f"  {label:<7}{visible(shortened(text, width - 9))}" for label, text in texts if text]
 
 
 def head_and_more(message: str) -> tuple[str, str]:
