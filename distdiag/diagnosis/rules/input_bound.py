@@ -59,6 +59,8 @@ _SPLIT = "; each worker of an IterableDataset reads all of its stream unless tha
 _DO = {
     "lock": SHARED_LOCK,
     "workers": "raise num_workers (now {workers}) or prefetch_factor; `distdiag probe dataloader` finds the setting",
+    "worker's line": "let that line of the worker do less for each sample (what it reads or builds again, once in `__init__`), or raise num_workers "
+    "(now {workers}); `distdiag probe dataloader` finds the setting",
     "line": "num_workers=0: that code runs in the training process: set num_workers (`distdiag probe dataloader` finds it), and let it do less "
     "for each batch: read files and build tables once, in `__init__`",
 }
@@ -104,7 +106,9 @@ def _found(s: Snapshot, window: Window, source: Source) -> Iterator[Finding]:
     if most and inside[0].key != inside[-1].key:
         most += f",{at(inside[0])}"
     lines = [x for x, _ in s.ranks[seen].worker_sites[:1]] if worker else inside[:1] if most else []
-    do = _DO["lock" if lines and at_lock(lines, source) else "line" if most else "workers"].format(workers=workers)
+    do = _DO[
+        "lock" if lines and at_lock(lines, source) else "line" if most else "worker's line" if worker else "workers"
+    ].format(workers=workers)
     yield INPUT_BOUND(
         victims=window.ranks, where=where, site=site, share=share, ms=ms, most=most, worker=worker,
         do=do + _SPLIT if stream and not most else do,

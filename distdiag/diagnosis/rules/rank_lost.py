@@ -67,6 +67,7 @@ _DO = {
     "`--signal`); set the handler first of all in the script, or find who sent it",
     "exit": "search the script for what exits with this code; started by `-m distdiag.run`, the verdict has its line",
     "chosen": "look for what ends the process with that code: os._exit({0}), or sys.exit({0}), in another thread, in what that line calls, or in a library",
+    "only": "; only {0} failed there: see what is different on it (its batch, its files, its device)",
     "unused": "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
     "find_unused_parameters=True",
 }
@@ -139,26 +140,29 @@ def _lost(facts: Facts) -> Finding:
         site=None if elsewhere else first.current_site, condition=condition,
         cost="the job cannot continue without it" if victims else "the job ended",
         do=("see first what lets its memory grow (the finding on memory); else " if grown else "") + (
-            _DO["chosen"].format(first.exit_code) if elsewhere else _repair(first, culprits, victims, echoes, left) if not killed
+            _DO["chosen"].format(first.exit_code) if elsewhere else _repair(facts, first, echoes, left) if not killed
             else _DO.get(signal, _DO["sent" if first.signal in _SENT else "signal"])
         ),
     )  # fmt: skip
 
 
-def _repair(
-    first: RankState, culprits: list[int], victims: tuple[int, ...], echoes: set[int], left: paths.Condition | None
-) -> str:
+def _repair(facts: Facts, first: RankState, echoes: set[int], left: paths.Condition | None) -> str:
     """Return what to do about an exception, or about an exit under a condition."""
-    text = first.exception or ""
+    text, culprits, victims = first.exception or "", facts.cascade.ranks, facts.cascade.others
     if UNUSED.search(text):
         return _DO["unused"]
     if left is not None:
         together = ", and let all ranks leave together (all_reduce the decision)" if victims else ""
         return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"
+    site, line = first.current_site, shortened(line_at(first.current_site, facts.source), 80)
     if (row := known(first)) is not None:
-        return row[1] + ("; the other ranks' errors follow from it" if echoes else "")
-    if text or first.current_site:
-        do = f"fix {site_text(first.current_site) or 'the exception'}"
+        do = row[1]
+    elif text or site:
+        tested = paths.enclosing(site, facts.source) if line.startswith("raise") else None
+        do = f"fix `{line}`{at(site)}" if line else f"fix {site_text(site) or 'the exception'}"
+        if tested is not None:
+            do = f"find why `{tested.text.removeprefix('if ')}`{at(tested.site)} held on {rank_list(culprits)}"
+        do += _DO["only"].format(rank_list(culprits)) if text and len(culprits) == 1 and victims else ""
     else:
         do = _DO["exit"]
     return do + ("; the other ranks' errors follow from it" if echoes else "")

@@ -98,7 +98,7 @@ NOT_NEEDED = Template(kind, "flag_not_needed",
 _DO = {
     "frozen later": "freeze them before the model is wrapped in DDP, or wrap it again afterwards: DDP still expects their gradients",
     "expected": "freeze or remove them if they stay unused on purpose",
-    "unused": "call them and use their output in the loss, or delete them; freeze them (requires_grad_(False)) before DDP if they are to stay; "
+    "unused": "call {what} and use the output in the loss, or delete them; freeze them (requires_grad_(False)) before DDP if they are to stay; "
     "find_unused_parameters=True if steps use different parts of the model",
     "without graph": "call them with gradients on: outside `torch.no_grad()`, and activation checkpointing with use_reentrant=False, or "
     "with an input that requires gradients (`enable_input_require_grads()`); to leave them untrained, freeze them before DDP",
@@ -349,6 +349,14 @@ def _unused(case: _Case) -> Finding | None:
     reached = case.expected and not case.refused and not case.hooks_lost and _entered(case.first, unused)
     gathered = _gathered(states[min(having)]) if reached else None
     crash = f"DDP {'refuses' if case.refused else 'will refuse'} the next forward"
+    called = case.first.never_called if case.first.unused_step <= 1 and not differs else None
+    # several layers of one module are called by calling that
+    parts = zip(*(name.split(".") for name in called or ()), strict=False)
+    module = ".".join(of[0] for of in itertools.takewhile(lambda of: len({*of}) == 1, parts))
+    named = (f"`{module}`",) if module else tuple(f"`{name}`" for name in called or () if name)
+    what = f"{_shown(named, len(named), 3)} in forward" if named else "them"
+    do = _DO["frozen later" if case.frozen_later else "without graph" if case.first.without_graph
+             else "cut" if reached else "expected" if case.expected else "static" if case.first.static_graph else "unused"]  # fmt: skip
     return UNUSED_TEXT(
         cause="differs_between_ranks" if differs else "never_used", severity=severity, culprits=culprits,
         victims=sorted(q for q, r in states.items() if r.models and q not in culprits),
@@ -357,8 +365,7 @@ def _unused(case: _Case) -> Finding | None:
         elements=sum(unused.values()), lack=lack, shown=shown,
         site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_unreached(gathered) if reached else _why(case),
         branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
-        do=WAYS["hooks_lost"].do if case.hooks_lost else _DO["frozen later" if case.frozen_later else "without graph" if case.first.without_graph
-               else "cut" if reached else "expected" if case.expected else "static" if case.first.static_graph else "unused"],
+        do=WAYS["hooks_lost"].do if case.hooks_lost else do.replace("{what}", what),
     )  # fmt: skip
 
 

@@ -54,6 +54,21 @@ def test_a_job_stopped_from_outside_is_not_reported_as_a_crash(end: dict[str, An
     assert how_it_ended(rank(0, ended_s=9.0, **end), crashed) == "rank 1: ValueError: x; 2 of 2 failed"
 
 
+@pytest.mark.parametrize(
+    ("line", "advice"),
+    [
+        ("    raise ValueError(n)", "find why `n > 9` at data.py:1 held on rank 1; only rank 1 failed there"),
+        ("    return table[n]", "fix `return table[n]` at data.py:2 in read; only rank 1 failed there"),
+    ],
+)
+def test_what_to_mend_is_the_failing_line_or_the_test_before_its_raise(line: str, advice: str) -> None:
+    crashed = rank(
+        1, life=Life.CRASHED, exception="ValueError: 12", ended_s=9.0, current_site=Site("/data.py", 2, "read")
+    )
+    f = only(ended(job(rank(0), crashed), source={"/data.py": f"if n > 9:\n{line}\n"}.get))
+    assert f.advice.startswith(advice)
+
+
 def test_the_first_end_is_shown_if_the_launcher_ended_the_culprit() -> None:
     """gloo aborted a victim; the rank that is to blame got the launcher's SIGTERM."""
     site = Site("/job/train.py", 5, "run")
