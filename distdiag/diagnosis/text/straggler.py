@@ -310,7 +310,7 @@ def slow_stack(s: Snapshot, window: Window, rank: int, rest: Sequence[int], phas
     """
     most = stack_of(s.ranks[rank], phase)
     own_ms, *theirs = (_ms_by_line(s.ranks[q], window, phase) for q in (rank, *rest[:: max(1, len(rest) // 24)]))
-    if not most or not theirs or not all(theirs):
+    if not most or not theirs:
         return most
     excess_ms = {site: ms - statistics.median_low(of.get(site, 0.0) for of in theirs) for site, ms in own_ms.items()}
     longest = max(excess_ms, key=lambda site: excess_ms[site])

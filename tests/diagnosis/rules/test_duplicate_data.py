@@ -407,6 +407,13 @@ def test_a_missing_set_epoch_is_reported_only_if_the_sampler_shuffles() -> None:
     assert duplicates(again(1, False), again(2, False)) == []
 
 
+def test_the_order_of_passes_counts_as_not_checked_in_the_first() -> None:
+    first = (loader(distributed_sampler=True, shuffle=True, first_fingerprints=prints(q)) for q in (1, 2))
+    s = job(*(rank(q, loaders=(x,)) for q, x in enumerate(first)))
+    outcomes = [x for x in duplicate_data.evaluate(Facts(s)) if isinstance(x, Abstained)]
+    assert any(x.cause == "same_order_every_epoch" and not x.checked for x in outcomes)
+
+
 @pytest.mark.parametrize("epoch", [0, 2])
 def test_passes_of_one_epoch_number_do_not_prove_that_set_epoch_is_missing(epoch: int) -> None:
     """It may be called once for several passes over the loader."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from msgspec.structs import replace
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
     Snapshot,
 )
@@ -71,6 +73,13 @@ def test_growth_on_a_host_is_reported_with_the_time_left() -> None:
     assert "full in 3 hours" in only(grows(8e6, 200)).message and grows(8e6, 170) == []
     assert grows(8e6, 200, until=165) == [], "it has been over for most of a minute"
     assert "full in 12 minutes" in only(grows(100e6, 30)).message and grows(100e6, 10) == []
+
+
+@pytest.mark.parametrize(("seconds", "checked"), [(12, True), (8, False)])
+def test_memory_counts_as_checked_once_it_was_watched_for_some_seconds(seconds: int, checked: bool) -> None:
+    points = tuple((float(t), 400_000_000) for t in range(seconds))
+    why = memory.evaluate(Facts(job(*(rank(q, memory=points, warm_since_s=5.0) for q in range(2)))))
+    assert all(x.checked for x in why if isinstance(x, Abstained)) is checked
 
 
 def test_growth_of_one_rank_only_is_reported_sooner() -> None:

@@ -585,6 +585,23 @@ def test_optimizers_of_which_one_has_loaded_its_state_are_the_reason(
     assert ("load one checkpoint on all ranks, with the optimizer's state" in str(f.advice)) is named
 
 
+@pytest.mark.parametrize(
+    ("value", "reason", "checked"),
+    [
+        (lambda q, k: 1.0, "agree at 5 steps that were compared (the newest is 16)", True),
+        (lambda q, k: 1.0 + q * (k == 4), "differ at 1 of 5 steps that were compared, but not at the newest two", True),
+        (lambda q, k: math.nan, "no checksum of parameters is finite", False),
+    ],
+)
+def test_what_was_compared_is_told_with_its_steps(
+    value: Callable[[int, int], float], reason: str, checked: bool
+) -> None:
+    samples = [tuple(Sample("parameters", k, value(q, k), key=5) for k in (0, 2, 4, 8, 16)) for q in range(2)]
+    s = job(*(rank(q, samples=mine) for q, mine in enumerate(samples)))
+    why = next(x for x in replica_drift.evaluate(Facts(s)) if isinstance(x, Abstained) and not x.cause)
+    assert reason in why.reason and why.checked is checked
+
+
 def test_learning_rates_that_agree_or_gradients_that_are_not_averaged_have_other_reasons() -> None:
     f = with_rates(lambda q, k: 1.0 + 0.1 * (q == 2 and k > 4), lambda q, k: 1e-3)
     assert "learning rate" not in f.message
