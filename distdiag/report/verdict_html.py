@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from distdiag.diagnosis.model.findings import Finding, Report, Severity, still_open
-from distdiag.diagnosis.text.finding import GLYPHS, WORDS, in_the_past, listed
+from distdiag.diagnosis.text.finding import GLYPHS, in_the_past, listed
 from distdiag.report.words import verdict, visible
 
 COLOURS = {Severity.ERROR: "#d55e00", Severity.WARNING: "#e69f00", Severity.INFO: "#8a8a8a"}
@@ -28,7 +28,7 @@ def verdict_html(report: Report) -> str:
 def _finding(f: Finding) -> str:
     severity = Severity(f.severity)
     certain = "proved" if f.certainty == "proved" else "suspected"
-    head = f"{GLYPHS[severity]} {WORDS[severity]} {f.title} ({certain})"
+    head = f"{GLYPHS[severity]} {severity.upper()} {f.title} ({certain})"
     where = listed(f.where or f.waiting)
     rows = [("cost", f.cost), ("where", where), ("do", f.advice)]
     lines = [

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from distdiag.diagnosis import call_cost, comparison, kinds
 from distdiag.diagnosis.facts import Facts
@@ -80,34 +80,12 @@ STAGES = Template(
     "of a pipeline, more micro-batches per step shorten the idle time at its start and end{few}; " + PROBE)  # fmt: skip
 
 
-class Part(Protocol):
-    """A part of the communication: its share of the time of the rank that loses least to it."""
-
-    @property
-    def share(self) -> float: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def advice(self) -> str: ...
-
-
-class Broadcasts(NamedTuple):
-    """What DDP's broadcasts of buffers cost."""
+class Part(NamedTuple):
+    """A part of the communication: its share of the time of the rank that loses least to it, what it is, and what to do about it."""
 
     share: float
-    n_bytes: int
-    largest: str
-
-    @property
-    def text(self) -> str:
-        most = f" (the largest is {self.largest})" if self.largest else ""
-        return (
-            f"DDP's broadcast of buffers in each forward, {size_text(self.n_bytes)}{most}, takes {percent(self.share)}"
-        )
-
-    @property
-    def advice(self) -> str:
-        return BUFFERS
+    text: str
+    advice: str
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -138,8 +116,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif share >= limits.share:
         late = ", with no rank late" if isinstance(window, Abstained) else _late(window, in_turn)
         ranks = sorted(s.ranks) if isinstance(window, Abstained) else window.ranks
-        parts = (_buffers(s, window), call_cost.dearest(s, facts.source, _reduced_again(s)))
-        yield _finding(s, ranks, share, of, ddp, late, [x for x in parts if x is not None])
+        line = call_cost.dearest(s, facts.source, _reduced_again(s))
+        parts = [Part(line.share, line.text, line.advice)] if line is not None else []
+        yield _finding(s, ranks, share, of, ddp, late, [*_buffers(s, window), *parts])
     elif (site := _reduced_again(s)) is not None:
         yield REDUCED_AGAIN(
             victims=sorted(s.ranks), site=at(site), where=wheres(s, s.ranks, None, dict.fromkeys(s.ranks, site))
@@ -184,17 +163,19 @@ def _reduced_again(s: Snapshot) -> Site | None:
     return next((c.site for c in calls if c.op == "all_reduce" and (c.bytes or 0) > averaged.metrics_bytes), None)
 
 
-def _buffers(s: Snapshot, window: Window | Abstained) -> Broadcasts | None:
-    """Return what DDP's broadcasts of buffers cost; None where hosts do not wait in them, or they are small."""
+def _buffers(s: Snapshot, window: Window | Abstained) -> Iterator[Part]:
+    """Yield what DDP's broadcasts of buffers cost; nothing where hosts do not wait in them, or they are small."""
     if isinstance(window, Abstained) or window.inferred:
-        return None
+        return
     known = [[m.buckets for m in r.models if m.buckets is not None] for r in s.ranks.values()]
     mine = max(known, key=lambda of_rank: sum(b.broadcast_bytes for b in of_rank))
     n_bytes = sum(b.broadcast_bytes for b in mine)
-    if n_bytes < limits.broadcast_bytes:
-        return None
-    share = share_of_all(window, lambda x: x.forward_wait_ms, 0.0)
-    return Broadcasts(share, n_bytes, max(mine, key=lambda b: b.broadcast_bytes).largest_buffer)
+    if n_bytes >= limits.broadcast_bytes:
+        share = share_of_all(window, lambda x: x.forward_wait_ms, 0.0)
+        name = max(mine, key=lambda b: b.broadcast_bytes).largest_buffer
+        size = size_text(n_bytes) + (f" (the largest is {name})" if name else "")
+        text = f"DDP's broadcast of buffers in each forward, {size}, takes {percent(share)}"
+        yield Part(share, text, BUFFERS)
 
 
 def _micro_batches(s: Snapshot) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.model.findings import Severity
@@ -252,13 +252,6 @@ WAYS = {
         "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is so "
         "already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
     ),
-    "changed": Words(
-        "gradients are averaged in every step, but those with which the optimizer steps differ between the ranks: the averaged "
-        "values do not reach `p.grad`, or a rank changes them there",
-        "copy the averaged values into the gradients (`p.grad.copy_(averaged)`: `grad = averaged` changes only a name); reduce "
-        "after backward, and wait for it (`work.wait()`) before the optimizer steps; check whether one rank alone clips, scales or "
-        "adds to its gradients, or a communication hook averages nothing",
-        cause="update",
-    ),
 }
+WAYS["changed"] = replace(WAYS["local"], cause="update")  # after the replicas were equal
 # fmt: on

@@ -15,7 +15,6 @@ from distdiag.terms.units import rough_duration
 from distdiag.terms.untrusted import visible
 
 GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
-WORDS = {Severity.ERROR: "ERROR", Severity.WARNING: "WARNING", Severity.INFO: "INFO"}
 SHOWN_SITES = 4
 LONG = 120  # characters of a message that are read at a glance
 LAST_SEEN = 16
@@ -76,7 +75,7 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
     if waiting and where not in ("", waiting):
         where += f"; waiting: {waiting}"
     head, more = head_and_more(f.message)
-    lines = [("", f"{GLYPHS[severity]} {WORDS[severity]} {f.title}{certain}  {head}{gone}")]
+    lines = [("", f"{GLYPHS[severity]} {severity.upper()} {f.title}{certain}  {head}{gone}")]
     rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
     lines += [(label, text) for label, text in rest if text]
     out: list[str] = []
