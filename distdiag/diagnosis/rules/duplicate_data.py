@@ -144,9 +144,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             why = f"the first batches of rank {unknown[0]} have no fingerprints yet, or no tensor that has one"
             yield Abstained(why)
         found: list[Finding | Abstained] = []
-        if all(
-            len(loaders[q].first_fingerprints) >= limits.times for q in unknown
-        ):  # else those of more ranks may follow
+        # else those of more ranks may follow
+        if all(len(loaders[q].first_fingerprints) >= limits.times for q in unknown):
             found += _same_batches(s, loaders)
         found += [*_shuffled_apart(s, loaders)] or _other_data(s, loaders)
         yield from found or _same_samples(s, loaders)
@@ -295,9 +294,8 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         return
     ranks = tuple(sorted(q for g in groups for q in g))
     if _split(s, loaders, ranks):
-        yield Abstained(
-            "the loaders give the same batches, and the model of each rank gets a part of each", checked=True
-        )
+        why = "the loaders give the same batches, and the model of each rank gets a part of each"
+        yield Abstained(why, checked=True)
         return
     mine = [loaders[q] for q in ranks]
     # only the labels: the same samples, augmented by each rank, or others whose labels follow a pattern
@@ -389,16 +387,8 @@ def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
     if ranks and not _split(s, loaders, ranks):
         mine = loaders[ranks[0]]
         do = "sampler" if mine.distributed_sampler else "iterable" if mine.dataset_length is None else "no sampler"
-        yield _found(
-            SAME_SAMPLES,
-            s,
-            loaders,
-            ranks,
-            same=rank_list(several[0]),
-            also=_also(several),
-            times=max(map(len, several)),
-            do=_DO[do],
-        )
+        same, also, n = rank_list(several[0]), _also(several), max(map(len, several))
+        yield _found(SAME_SAMPLES, s, loaders, ranks, same=same, also=also, times=n, do=_DO[do])
     elif not ranks and all(n == 1 for mine in times.values() for n in mine.values()):
         readers = Counter(itertools.chain.from_iterable(times.values()))
         lowest = sorted(readers)[: min(map(len, times.values()))]

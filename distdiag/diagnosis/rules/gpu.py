@@ -43,8 +43,6 @@ XIDS = {
     120: "the card's system processor failed",
 }  # fmt: skip
 XIDS_OF_PROGRAM = {13, 31, 32, 43, 45}
-
-
 _row = partial(Template, kind, proved=True)
 _warning = partial(_row, severity=Severity.WARNING)
 _info = partial(_row, severity=Severity.INFO)

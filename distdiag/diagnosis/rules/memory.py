@@ -68,8 +68,6 @@ class Limits:
 
 
 limits = Limits()
-
-
 _VETOES = (
     Veto(lambda s: not any(r.memory or r.device_bytes for r in s.ranks.values()), "memory is not measured", False),
     Veto(lambda s: not any(r.warm_since_s is not None for r in s.ranks.values()),

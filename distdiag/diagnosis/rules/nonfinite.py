@@ -70,11 +70,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         common = _common(s, [(q, x) for q, x in dropped if x.step == first])
         losses = [[x.loss for x in r.steps if x.loss is not None] for r in s.ranks.values()]
         newest = max(losses, key=lambda of: sum(map(math.isnan, of)))
-        often = (
-            f", {sum(map(math.isnan, newest))} of the newest {len(newest)} steps"
-            if any(map(math.isnan, newest))
-            else ""
-        )
+        n = sum(map(math.isnan, newest))
+        often = f", {n} of the newest {len(newest)} steps" if n else ""
         yield DROPPED(victims=sorted(s.ranks) if common["everywhere"] else (), **common, often=often)
     elif infinite:
         chosen, _ = _deciding(s, infinite)  # several in a row, while their gradients are finite

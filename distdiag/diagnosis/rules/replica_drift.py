@@ -43,8 +43,6 @@ from distdiag.terms.ranks import unfold_ranks
 from distdiag.terms.units import counted
 
 kind = kinds.REPLICA_DRIFT
-
-
 _VETOES = (
     *NOT_ALL,
     Veto(lambda s: any(r.in_join for r in s.ranks.values()),
@@ -207,17 +205,14 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
         name = next(reversed(sampled(s, kind_of))).name
         return OVERWRITTEN(victims=ranks, names=(name,), step=steps[0], name=name)
     distances = [spread(sums[k]) for k in steps]
-    if (
-        cause == "different_init"
-        and not began_equal
-        and (min(distances) < limits.constant * max(distances) if common[0] else steps[0])
-    ):
+    move_apart = min(distances) < limits.constant * max(distances) if common[0] else steps[0]
+    if cause == "different_init" and not began_equal and move_apart:
         cause = "unequal"
     if cause == "gradients_not_synced" and averaged_by_ddp(s) == "each_step" and not steps[0]:
         cause = "different_init"  # before the first step: weights were loaded after DDP had made the replicas equal
     local = cause in ("unequal", "gradients_not_synced") and _local_gradients(s, steps)
     equal = 0 if cause == "outside_fsdp" else max((k for k in common if k < steps[0]), default=None)
-    return _finding(facts, cause, steps, sums[steps[-1]], equal, began_equal, mild, local)
+    return _finding(facts, "mild" if mild else cause, steps, sums[steps[-1]], equal, began_equal, local)
 
 
 def _agree(named: str, compared: list[int], differing: int) -> str:
@@ -297,17 +292,12 @@ def _not_written_back(s: Snapshot, drifting: list[int]) -> bool:
 
 def _late(r: RankState) -> bool:
     """True if a rank does not wait for an all_reduce of tensors before its next step ends, or another thread reduces them."""
-    of = [
-        c for c in r.calls if c.op == "all_reduce" and (c.bytes or 0) > limits.metrics_bytes and c.entered_s is not None
-    ]
-    ends = [x.end_s for x in r.steps]
-    return any(
-        c.other_thread
-        or (
-            c.asynchronous and any((c.entered_s or 0.0) < end < (c.completed_s or c.left_s or math.inf) for end in ends)
-        )
-        for c in of
-    )
+    for c in r.calls:
+        if c.op == "all_reduce" and (c.bytes or 0) > limits.metrics_bytes and c.entered_s is not None:
+            until_s = c.completed_s or c.left_s or math.inf
+            if c.other_thread or (c.asynchronous and any(c.entered_s < x.end_s < until_s for x in r.steps)):
+                return True
+    return False
 
 
 def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
@@ -376,7 +366,6 @@ def _finding(
     values: dict[int, float],
     equal: int | None,
     began_equal: bool,
-    mild: bool,
     local: bool,
 ) -> Finding:
     """Return the finding of replicas whose newest checksums are `values`, and which differ at `steps`, after they were equal at a step."""
@@ -387,7 +376,7 @@ def _finding(
     way, each = _what_differs(s, steps) if averaged and not lost else ("hooks_lost" if lost else "", {})
     odd, ranks = () if lost else minority(each or values), sorted(values)
     apart, written = _apart(s, equal, steps[0], odd)
-    way = way or ("mild" if mild else _way(s, cause, averaged, began_equal, local, written))
+    way = way or _way(s, cause, averaged, began_equal, local, written)
     by_hand = cause in _BY_HAND and not models
     unawaited = _not_waited_for(s) if way in ("unequal", "local") or by_hand else None
     way = "not_waited" if unawaited is not None else way
@@ -408,8 +397,8 @@ def _finding(
         way in ("update", "written", "first_update", "hooks_lost", "optimizer_state", "skipped_steps") and not by_hand
     )
     return DRIFT(
-        cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause == "buffers",
-        severity=Severity.INFO if mild or cause == "some_reduced" else Severity.WARNING if cause in _WARNS else None,
+        cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause in ("buffers", "mild"),
+        severity=Severity.INFO if cause in ("mild", "some_reduced") else Severity.WARNING if cause in _WARNS else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=() if unseen else wheres(s, ranks, None, {q: averaging_site(s.ranks[q], by_hand) for q in ranks}),
         equal="" if equal is None else f" (equal at step {equal})", what=what, spread=spread(values), cost=words.cost,
@@ -433,15 +422,12 @@ def _skipped_steps(s: Snapshot) -> dict[int, float]:
     passes = {k: of for k, of in keys.items() if all(of.values())}
     without = [({q: float(n - k) for q, n in of.items()}, of, 0) for k, of in passes.items()]
     now = {q: sum(m.synced_backwards for m in r.models) for q, r in s.ranks.items()}
-    without.append(
-        ({q: float(now[q] - r.step) for q, r in s.ranks.items()}, now, 1)
-    )  # polled at different moments of a step
-    apart = (
-        of
-        for of, n, usual in reversed(without)
-        if max(of.values()) - min(of.values()) > usual and all(0 <= 2 * of[q] < n[q] for q in of)
-    )
-    return next(apart, {})
+    # ranks are polled at different moments of a step
+    without.append(({q: float(now[q] - r.step) for q, r in s.ranks.items()}, now, 1))
+    for of, n, usual in reversed(without):
+        if max(of.values()) - min(of.values()) > usual and all(0 <= 2 * of[q] < n[q] for q in of):
+            return of
+    return {}
 
 
 def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool, written: bool) -> str:

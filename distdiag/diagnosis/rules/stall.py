@@ -101,6 +101,7 @@ _VALIDATION = {
 }  # fmt: skip
 _FILE_LOCK = re.compile(r"(?i)file_?lock|flock|lockf")
 _DUTIES = ("user_code", "process", "sleep", "checkpoint", "socket", "device")
+_SLOW_AT_START = ("user_code", "data", "sleep", "socket", "store_key", "lock", "gil_held")
 _CAUSE = {"data": "data", "gil_held": "gil_held", "checkpoint": "checkpoint"}
 
 
@@ -275,11 +276,7 @@ def _key_left_out(facts: Facts, late: RankState, waiting: RankState, still_s: fl
     """Return the finding of a rank that has left out a key in a round in which the others have set theirs."""
     ranks = [r for r in facts.snapshot.ranks.values() if r is not late]
     caught = caught_around(late.user_stack, facts.source)
-    why = (
-        f"an error that `{caught[0]}`{at(caught[1])} caught, or a condition"
-        if caught is not None
-        else "an error that it caught, or a condition"
-    )
+    why = f"an error that `{caught[0]}`{at(caught[1])} caught" if caught is not None else "an error that it caught"
     return KEY_LEFT_OUT(
         severity=Severity.ERROR, culprits=(late.rank,), victims=[r.rank for r in ranks], step=late.step, first_seen_s=facts.snapshot.t_s - still_s,
         where=(where(late, None, late.store_set_site), *where_stack(late, late.user_stack, "store_key")), waiting=map(where, ranks),
@@ -345,11 +342,7 @@ def patience_s(r: RankState) -> float:
     if doing in ("user_code", "sleep") and validates:
         doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
-    if (
-        not r.steps
-        and r.step == 0
-        and doing in ("user_code", "data", "sleep", "socket", "store_key", "lock", "gil_held")
-    ):
+    if not r.steps and r.step == 0 and doing in _SLOW_AT_START:
         base = max(base, _start_s(len(r.calls)))
     return max(base, limits.factor * r.longest_delay_s)
 
@@ -449,7 +442,7 @@ NOT_JOINED = _warning("unknown",
 KEY_LEFT_OUT = _warning("user_code",
     "{culprits} has not set the key '{key}' of a store, for which {waits} waits{at_wait}: the key that it set last is '{last}'{at_last}, and it "
     "waits for '{own}'{at_own}; no rank has moved for {still_s:time}", NO_PROGRESS,
-    "see what led {culprits} past that line: {why}; set the key on that path, too, or let the error end the rank, and give the waits a timeout")  # fmt: skip
+    "see what led {culprits} past that line: {why}, or a condition; set the key on that path, too, or let the error end the rank, and give the waits a timeout")  # fmt: skip
 NEVER_JOINED = _warning("user_code",
     "{died}{culprits} {culprits:has|have} not entered {opened}{at_opened}, which {victims} {victims:has|have} in flight; {each} {does}, "
     "and {culprits} {culprits:waits|wait} for {victims:it|them} in {call}{at_call}{implicit} for {waited_s:time}", NO_PROGRESS,
@@ -536,7 +529,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         if why is None and (key or for_file):
             why = left_unwritten(r.user_stack, facts.source, key)
         if why is not None and len(victims) == 1 and len(victims) + len(ranks) == len(s.ranks):
-            return _polled_for(facts, victims, ranks, polled, why, first)
+            return _polled_for(facts, victims[0], ranks, polled, why, first)
         if polled is not None:
             advice = filled(_DO_POLL_FILE if for_file else _DO_POLL, loop=polled[0])
             advice += f", at `{why[0]}`{at(why[1])}" if why is not None else ""
@@ -598,20 +591,13 @@ def _of_queue(facts: Facts, r: RankState, victims: Sequence[int]) -> tuple[str, 
     if fed is None:
         return "", ""
     skip = f": `{fed.condition}`{at(fed.condition_at)} leads past it" if fed.condition else ""
-    what = {
-        "name": fed.name,
-        "fillers": fed.ranks,
-        "put": fed.put,
-        "site": r.current_site,
-        "ranks": [r.rank],
-        "skip": skip,
-    }
-    return filled(_DO_FED, **what), filled(_FED, **what)
+    do = filled(_DO_FED, name=fed.name, fillers=fed.ranks, put=fed.put, ranks=[r.rank], skip=skip)
+    return do, filled(_FED, name=fed.name, fillers=fed.ranks, put=fed.put, site=r.current_site)
 
 
 def _polled_for(
     facts: Facts,
-    writer: list[int],
+    writer: int,
     ranks: list[int],
     polled: tuple[str, Site, bool] | None,
     why: tuple[str, Site],
@@ -619,12 +605,12 @@ def _polled_for(
 ) -> Finding:
     """Return the finding of the only rank that does not poll, or wait for a key, for what it may have left out."""
     s = facts.snapshot
-    state, site = s.ranks[writer[0]], first.state.current_site
+    state, site = s.ranks[writer], first.state.current_site
     call = state.blocked
     assert call is not None
     text, at_text = polled[:2] if polled is not None else (line_at(site, facts.source), site)
     return (KEY_UNSET if polled is None else POLLED)(
-        severity=_unset(facts, first.waited_s), culprits=writer, victims=ranks, collective=call if call.op else None,
+        severity=_unset(facts, first.waited_s), culprits=(writer,), victims=ranks, collective=call if call.op else None,
         where=(where(state, None, why[1]), *where_stack(state, state.user_stack, "waiting")),
         waiting=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, s.ranks[q].activity)),
         step=state.step, first_seen_s=s.t_s - first.waited_s, text=text, at_text=at_text, why=why[0], at_why=why[1],

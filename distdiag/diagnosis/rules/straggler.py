@@ -46,7 +46,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     outcomes = [
         x
         for x in _in_window(facts)
-        if isinstance(x, Abstained) or x.advice == text.THREAD or x.culprits not in by_thread
+        if not isinstance(x, Finding) or x.advice == text.THREAD or x.culprits not in by_thread
     ]
     known = {f.culprits for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and _warns(f)}
     pauses = [f for f in list(_in_turn(facts)) or _pauses(facts) if not f.culprits or f.culprits not in known]
@@ -130,21 +130,17 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
     if isinstance(window, Abstained):
         by_arrivals = _by_arrivals(s)
         # the end of a job with optimizer steps: what was found by those says more
-        known = (
-            any(f.key == by_arrivals.key and s.ranks[f.culprits[0]].step for f in facts.reported)
-            if by_arrivals
-            else False
-        )
-        yield window if known or by_arrivals is None else by_arrivals
+        if by_arrivals and any(f.key == by_arrivals.key and s.ranks[f.culprits[0]].step for f in facts.reported):
+            by_arrivals = None
+        yield by_arrivals or window
         return
     case = case_of(facts, window)
     veto = comparison.vetoed(VETOES, case)
     reported = any(f.cause == text.ROTATING.cause for f in facts.reported)
     rotating = _rotating(case, reported) if veto is not None else None
     one_line = rotating is not None and len({(w.file, w.line) for w in rotating.where}) == 1
-    if (
-        veto is not None and not one_line
-    ):  # where all ranks are slow in turn at one line, one of them is the slowest for some steps by chance
+    # where all ranks are slow in turn at one line, one of them is the slowest for some steps by chance
+    if veto is not None and not one_line:
         newest = comparison.newest(window, limits.recurrence, limits.chance, limits.sustained_s)
         of_newest = case_of(facts, newest) if newest is not None else case
         if comparison.vetoed(VETOES, of_newest) is None and not of_newest.stages:
@@ -237,15 +233,9 @@ def _rotating(case: Case, reported: bool) -> Finding | None:
     jitter = subset.gain_ms - (queued_ms if sized is None else 0.0) < max(2 * limits.jitter_ms, share * subset.step_ms)
     at_limit = phase == "data" and 1.0 - least_fetching(case.snapshot) < limits.rotating_share
     starved = max((r.workers_starved or 0.0 for r in case.snapshot.ranks.values()), default=0.0) > limits.starved
-    if (
-        jitter
-        or at_limit
-        or (phase == "data" and case.busy and starved)
-        or (
-            sized is None and ratio < limits.shares[0 if case.busy else 1][0]
-        )  # else a slower core, or one that others use, explains it
-        or _meet_rarely(window, subset)
-    ):
+    lacks_cpu = phase == "data" and case.busy and starved
+    slower_core = sized is None and ratio < limits.shares[0 if case.busy else 1][0]  # or one that others use
+    if jitter or at_limit or lacks_cpu or slower_core or _meet_rarely(window, subset):
         return None
     states, ranks = case.snapshot.ranks, window.ranks
     sites = {q: next(iter(text.stack_of(states[q], phase)), None) for q in ranks}
@@ -265,11 +255,8 @@ def _by_size(window: Window, slowest: Subset) -> tuple[int, float] | None:
         return None
     times = [column[i] / others(column, i) for column, i in zip(sizes, slowest.indices, strict=True)]
     n = sum(column[i] == max(column) > min(column) for column, i in zip(sizes, slowest.indices, strict=True))
-    return (
-        (n, statistics.median(times))
-        if n >= limits.recurrence * len(sizes) and statistics.median(times) >= LARGER
-        else None
-    )
+    larger = statistics.median(times)
+    return (n, larger) if n >= limits.recurrence * len(sizes) and larger >= LARGER else None
 
 
 def _in_turn_advice(case: Case, phase: str, sites: Mapping[int, Site | None]) -> str:

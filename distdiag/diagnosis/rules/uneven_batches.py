@@ -147,9 +147,7 @@ def _size(s: Snapshot) -> Finding | Abstained:
         sizes = [x.batch for x in r.steps[-limits.size_window :] if x.batch]
         if len(sizes) < limits.size_steps:
             return Abstained(f"{len(sizes)} of {limits.size_steps} steps with a known batch size")
-        size, n = sizes[0], sizes.count(sizes[0])
-        if n < limits.same_size * len(sizes):
-            size, n = Counter(sizes).most_common(1)[0]
+        size, n = Counter(sizes).most_common(1)[0]
         if n < limits.same_size * len(sizes):
             return Abstained("batch sizes vary from step to step")
         if only_shadows(r.steps[-limits.size_window :]):

@@ -211,11 +211,8 @@ def _gathered(r: RankState) -> Site | None:
     None if its calls may be the backward pass of one: that of `torch.distributed.nn`, or of FSDP.
     """
     ops = [(c, found.name) for c in r.calls if (found := family(c.op)) is not None]
-    calls = [
-        c
-        for c, op in ops
-        if op == "all_gather" and (c.bytes or 0) > exchanged.metrics_bytes and c.entered_s is not None
-    ]
+    large = (c for c, op in ops if op == "all_gather" and (c.bytes or 0) > exchanged.metrics_bytes)
+    calls = [c for c in large if c.entered_s is not None]
     if not calls or any(op in ("reduce_scatter", "all_to_all", "reduce") for _, op in ops):
         return None
     ends = [x.end_s for x in r.steps if x.end_s >= (r.calls[0].entered_s or 0.0)]
@@ -302,13 +299,8 @@ class _Case:
     @cached_property
     def hooks_lost(self) -> bool:
         """True if DDP has refused the forward because of parameters on which its hooks are no longer."""
-        lost = {
-            r.rank
-            for r in self.snapshot.ranks.values()
-            for x in r.samples
-            if x.kind == "hooks_lost" and x.step == r.step
-        }
-        return bool(self.refused) and self.refused <= lost
+        ranks = [self.snapshot.ranks[q] for q in self.refused]
+        return bool(ranks) and all(any(x.kind == "hooks_lost" and x.step == r.step for x in r.samples) for r in ranks)
 
     @property
     def severity(self) -> Severity:

@@ -20,8 +20,8 @@ ABORT = Template(kinds.MISMATCH, "shape",
     proved=True)  # fmt: skip
 SHOWN = 8  # tensors
 _STATES = {Life.KILLED: "killed", Life.CRASHED: "crashed"}  # while it waits: what it does
+SPLITS = "compare what each rank sends with what its peer expects: split sizes and output shapes must agree"
 COMPARE = "compare the two call sites: every rank must make the same collective calls in the same order"
-
 ORDER = "find where the ranks' calls begin to differ: every rank must make the same collective calls in the same order"
 
 
@@ -77,8 +77,4 @@ def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, s
     if shapes and len({*shapes.values()}) == 1 and not any("all_to_all" in op_name(call.op) for call in calls.values()):
         return "called collectives with tensors", evidence.reason_text(verdict), evidence.advice(verdict) or ORDER
     text = f"; first tensor: {', '.join(f'rank {r} {shapes[r]}' for r in sorted(shapes)[:SHOWN])}" if shapes else ""
-    return (
-        what,
-        text + evidence.reason_text(verdict),
-        "compare what each rank sends with what its peer expects: split sizes and output shapes must agree",
-    )
+    return what, text + evidence.reason_text(verdict), SPLITS

@@ -136,14 +136,9 @@ def _sides(verdict: Verdict) -> list[frozenset[int]]:
 def _does(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
     """Return `is in`, `have made` if some are through, or `has completed`: on a device the smaller of two calls may end alone."""
     left = _left(snapshot, wait, side)
-    through = left == sorted(side)
-    return (
-        verb(side, "has completed", "have completed")
-        if through
-        else "have made"
-        if left
-        else verb(side, "is in", "are in")
-    )
+    if left == sorted(side):
+        return verb(side, "has completed", "have completed")
+    return "have made" if left else verb(side, "is in", "are in")
 
 
 def _left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> list[int]:

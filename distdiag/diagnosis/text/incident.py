@@ -32,11 +32,8 @@ def group_text(snapshot: Snapshot, name: str) -> str:
     if group is None or not group.ranks or _NUMBER.fullmatch(label) is None:
         return label
     same = sum(g.ranks == group.ranks for g in snapshot.groups.values())
-    return (
-        f"the group of {rank_list(group.ranks)}"
-        if same == 1
-        else f"group {label.removeprefix('group ')} of {rank_list(group.ranks)}"
-    )
+    which = "the group" if same == 1 else f"group {label.removeprefix('group ')}"
+    return f"{which} of {rank_list(group.ranks)}"
 
 
 def where_of(st: RankState | None, rank: int, call: Call | None = None) -> Where:
@@ -109,13 +106,8 @@ def where_of_ranks(
         state = snapshot.ranks.get(r)
         call = calls[r][1] if r in calls else None
         first = where_of(state, r, call)
-        if (
-            snapshot.source == "dumps"
-            and call is not None
-            and call.site is None
-            and state is not None
-            and not state.user_stack
-        ):
+        unknown = call is not None and call.site is None and state is not None and not state.user_stack
+        if snapshot.source == "dumps" and unknown:
             first = where_at(r, None, "waiting")  # its newest entry is of a later call
         made = call or (state.blocked if state is not None else None)
         callers = made.site.path[1:] if made is not None and made.site is not None else ()
