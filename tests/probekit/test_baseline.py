@@ -77,6 +77,27 @@ def test_slower_on_a_busy_host_is_inconclusive(saved: Any, make_result: Any, mak
     assert result.verdict is Verdict.INCONCLUSIVE and "busy" in result.reasons[-1]
 
 
+def test_a_baseline_of_a_busy_host_proves_nothing(make_result: Any, make_row: Any, tmp_path: Path):
+    file = str(tmp_path / "base.json")
+    baseline.save(file, [make_result([make_row()], noisy=True, measures=measures(1, 2.0))])
+    result = compared(make_result([make_row()], measures=measures(2)), baseline.load(file))
+    assert result.verdict is Verdict.INCONCLUSIVE and "of a busy host" in result.reasons[-1]
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_second_measurement_on_a_busy_host_confirms_nothing(
+    make_result: Any, make_row: Any, monkeypatch: pytest.MonkeyPatch, noisy: bool
+):
+    result = make_result([make_row()], measures=measures(3, 1.8))
+
+    def measured(command: list[str], **_: Any) -> None:
+        baseline.save(command[-1], [make_result([make_row()], noisy, measures=measures(13, 1.8))])
+
+    monkeypatch.setattr(again, "command_of", lambda _result, _options, save: [str(save)])
+    monkeypatch.setattr(again.subprocess, "run", measured)
+    assert (again.measure(result, parse(["allreduce"])) is None) is noisy
+
+
 def test_too_few_repeats_are_inconclusive(saved: Any, make_result: Any, make_row: Any):
     result = compared(make_result([make_row()], measures=measures(7, n=3)), saved)
     assert result.verdict is Verdict.INCONCLUSIVE and "too few repeats" in result.reasons[-1]

@@ -72,6 +72,14 @@ def test_the_floor_fails_only_if_the_whole_interval_is_below(
     assert any("floor of 1" in r for r in result.reasons)
 
 
+@pytest.mark.parametrize(("iterations", "skipped"), [(7, []), (100, [2**27])])
+def test_a_floor_needs_enough_iterations_and_all_sizes(
+    make_row: Any, make_result: Any, iterations: int, skipped: list[int]
+):
+    result = judged(make_result([make_row(2**26, 80_000.0, iterations=iterations)]), 1.0, skipped)
+    assert result.verdict is Verdict.INCONCLUSIVE and any("below the floor of 1" in r for r in result.reasons)
+
+
 def test_far_below_plain_tcp_fails_and_above_memory_is_not_plausible(make_row: Any, make_result: Any):
     slow = judged(make_result([make_row(2**26, 1_000_000.0)]))
     assert slow.verdict is Verdict.FAIL and "of plain TCP" in slow.reasons[0]
@@ -127,6 +135,16 @@ def test_noisy_blocks_are_left_out_if_enough_clean_ones_remain(make_stamps: Any)
     assert (row.noisy, row.iterations) == (True, 20)
     noise = collective_result.total_noise([few], [row])
     assert noise.noisy and noise.noisy_blocks == 3
+
+
+def test_pauses_of_a_busy_host_are_not_quiet(make_stamps: Any):
+    """Each size had enough clean blocks, but others used the CPUs during half of all."""
+    clean, busy = BlockNoise(0.0, 2, 2), BlockNoise(1.5, 2, 2)
+    for blocks, noisy in (([clean, busy, busy, clean], True), ([clean, busy, clean, clean], False)):
+        stamps = make_stamps(80, 0.0, 300.0, blocks)
+        row, _, _ = make_row("all_reduce", 4096, stamps, [], job())
+        assert not row.noisy
+        assert collective_result.total_noise([stamps], [row]).noisy is noisy
 
 
 # ---------------------------------------------------------------------- wording

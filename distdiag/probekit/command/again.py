@@ -40,7 +40,7 @@ def command_of(result: Result, options: Options, save: Path) -> list[str]:
 
 
 def measure(result: Result, options: Options) -> list[Measure] | None:
-    """Return the values of a second measurement; None if it failed or ran under other conditions."""
+    """Return the values of a second measurement; None if it failed, ran under other conditions, or on a busy host."""
     with tempfile.TemporaryDirectory(prefix="distdiag-probe-") as made:
         save = Path(made) / "again.json"
         try:
@@ -52,4 +52,4 @@ def measure(result: Result, options: Options) -> list[Measure] | None:
         except (subprocess.TimeoutExpired, OSError, DistdiagError):
             return None
     mine = baseline.key_of(result)
-    return next((e.measures for e in entries if e.key == mine), None)
+    return next((e.measures for e in entries if e.key == mine and not e.noisy), None)

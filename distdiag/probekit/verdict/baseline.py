@@ -89,11 +89,11 @@ def compare(
     larger than `tolerance`, and a large effect (Cliff's delta). Blocks of one run share its placement and
     neighbours, so their spread is too narrow for a verdict: slower values are measured again, and only those
     that are slower both times fail. Without a second measurement, or on a noisy host, the verdict is
-    inconclusive.
+    inconclusive; so it is against a baseline of a noisy host, which anything passes.
 
     Args:
         tolerance: Share, 0.1 = 10 %.
-        again: Measures the probe again; None if that is not possible. It returns None on failure.
+        again: Measures the probe again; None if that is not possible. It returns None on failure or a noisy host.
 
     Raises:
         DistdiagError: the baseline is of another probe, host class, backend, world size, type or torch.
@@ -124,6 +124,8 @@ def compare(
             f"slower than the baseline at {len(slower)} of {len(tested)}{twice}: {_name(worst['key'])} by "
             f"{worst['ratio'] - 1:.0%} (p {worst['p_value']:.1g}, Cliff's delta {worst['cliffs_delta']:+.2f}){why}",
         )
+    elif entry.noisy:
+        result.judge(Verdict.INCONCLUSIVE, "the baseline is that of a busy host: save another when it is quiet")
     elif first:
         result.reasons.append(
             f"no slower than the baseline: {', '.join(_name(r['key']) for r in first)} was in one measurement of two"

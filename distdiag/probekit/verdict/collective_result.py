@@ -11,6 +11,7 @@ from distdiag.probekit.measure.noise import kernel_hz, over_blocks
 from distdiag.probekit.measure.probe import Column, shown
 from distdiag.probekit.measure.sampling import Stamped
 from distdiag.probekit.verdict import decide
+from distdiag.probekit.verdict.decide import FEW
 from distdiag.probekit.verdict.result import HostNoise, Measure, Result, Row, TimeUs, Verdict, WrongValues, host_class
 from distdiag.terms.operations import algorithm_bandwidth, bus_bandwidth, moves_bytes
 from distdiag.terms.statistics import Samples, bootstrap_medians, find_modes, fit_latency_bandwidth
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 LATE_SHARE = 0.8  # a late rank is last in this share of the iterations
 LATE_US = 100.0  # and by this much; smaller skews come from the order in which ranks leave the previous operation
 _CLEAN_ENOUGH = 11
-FEW = 8  # iterations; with fewer, the interval is the range, and no rank is late
 _TELLING_BYTES = 4 * 2**20  # least largest size of a sweep for advice on buckets
 DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucket_cap_mb=25)
 
@@ -122,9 +122,14 @@ def make_row(
 
 
 def total_noise(samples: list[Stamped], rows: list[Row]) -> HostNoise:
-    """Return the foreign CPU over all blocks of a probe; noisy if a quarter of the sizes or more had too few clean blocks."""
-    noisy_rows = sum(r.noisy for r in rows)
-    return over_blocks([n for s in samples for n in s.noise], noisy_rows > 0 and noisy_rows * 4 >= len(rows))
+    """Return the foreign CPU over all blocks of a probe.
+
+    It is noisy if a quarter of the sizes or more had too few clean blocks, or if half of all blocks were disturbed: then
+    the clean ones are pauses of a busy host.
+    """
+    blocks = [n for s in samples for n in s.noise]
+    few_clean = sum(r.noisy for r in rows) * 4 >= max(1, len(rows))
+    return over_blocks(blocks, few_clean or sum(b.noisy for b in blocks) * 2 >= len(blocks))
 
 
 def tail_signature(row: Row) -> str | None:
