@@ -6,6 +6,7 @@ import ast
 import inspect
 import itertools
 import math
+import os
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -117,6 +118,30 @@ def number(text: str) -> float:
     if not math.isfinite(value):
         raise DistdiagError(f"'{text}' is not a finite number", "give a number, e.g. 10")
     return value
+
+
+def check_script(words: Sequence[str], usage: str) -> None:
+    """Check what a launch runs, before any rank starts: `-m MODULE`, a file, or a directory with a `__main__.py`.
+
+    Raises:
+        DistdiagError: there is none, or it cannot be read.
+    """
+    if words[:1] in ([], ["-m"]) and len(words) < 2:
+        raise DistdiagError("-m needs the name of a module" if words else "no script given", usage)
+    script = words[0]
+    if script == "-m":
+        return
+    problem = ""
+    if script.startswith("-"):
+        raise DistdiagError(f"unknown option {script} before the script", usage)
+    if not os.path.exists(script):
+        problem = f"no script {script}"
+    elif not os.access(script, os.R_OK):
+        problem = f"{script} may not be read"
+    elif os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        problem = f"{script} is a directory without __main__.py"
+    if problem:
+        raise DistdiagError(problem, "give the path of a Python file, or -m and a module's name")
 
 
 class SectionedCommand(click.Command):

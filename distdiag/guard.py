@@ -7,6 +7,7 @@ A pickle of a few hundred bytes can ask for all memory, never end, or crash the 
 from __future__ import annotations
 
 import bz2
+import errno
 import faulthandler
 import gzip
 import lzma
@@ -84,7 +85,7 @@ def regular(path: Path) -> Iterator[IO[bytes]]:
     """
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
         if not S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is not a file")
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         yield file
 
 

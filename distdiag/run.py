@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import click
 
 from distdiag import settings
-from distdiag.command_line import SETTINGS, read, recording_options
+from distdiag.command_line import SETTINGS, check_script, read, recording_options
 from distdiag.errors import DistdiagError
 from distdiag.streams import say
 from distdiag.terms.metrics_targets import parse_metrics
@@ -29,7 +29,6 @@ from distdiag.terms.units import parse_keep
 
 RANK_ZERO_FIRST_S = 5.0  # for rank 0 to print what is wrong with the command line
 PROG = "torchrun [TORCHRUN OPTIONS] -m distdiag.run"
-NO_FILE_HINT = "give the path of a Python file, or -m and a module's name"
 
 
 @click.command(context_settings=SETTINGS | {"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -51,23 +50,11 @@ def _parse(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
     if file.warnings and os.environ.get("RANK", "0") == "0":
         say(file.warning(), err=True)
     script = list(options.pop("script"))
-    usage = f"{PROG} [OPTIONS] SCRIPT|-m MODULE [ARGS]…"
     if options["keep"]:
         options["keep"] = parse_keep(options["keep"])
     parse_metrics(options["metrics"])
-    if not script:
-        raise DistdiagError("no script given", usage)
-    if script[0] == "-m":
-        if len(script) == 1:
-            raise DistdiagError("-m needs the name of a module", usage)
-        return options, script[1], script[1:]
-    if script[0].startswith("-"):
-        raise DistdiagError(f"unknown option {script[0]} before the script", usage)
-    if not Path(script[0]).exists():
-        raise DistdiagError(f"no script {script[0]}", NO_FILE_HINT)
-    if Path(script[0]).is_dir() and not Path(script[0], "__main__.py").exists():
-        raise DistdiagError(f"{script[0]} is a directory without __main__.py", NO_FILE_HINT)
-    return options, None, script
+    check_script(script, f"{PROG} [OPTIONS] SCRIPT|-m MODULE [ARGS]…")
+    return (options, script[1], script[1:]) if script[0] == "-m" else (options, None, script)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:

@@ -107,9 +107,10 @@ def main(argv: list[str] | None = None) -> int:
     open_closed()
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
-    json_of = arguments[0] if "--json" in arguments and arguments[0] in COMMANDS else None
+    named = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    json_of = named if "--json" in arguments else None
     try:
-        code = _run(arguments, json_of)
+        code = _run(arguments, json_of, f"distdiag {named}" if named else "distdiag")
         sys.stdout.flush()  # a full disk shows here, not when Python ends
     except BrokenPipeError:  # the reader of stdout (head, less) has ended
         _discard_output()
@@ -119,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
-def _run(arguments: list[str], json_of: str | None) -> int:
+def _run(arguments: list[str], json_of: str | None, prog: str) -> int:
     try:
         result = app.main(args=arguments, prog_name="distdiag", standalone_mode=False)
         return int(result) if isinstance(result, int) else 0
@@ -129,7 +130,7 @@ def _run(arguments: list[str], json_of: str | None) -> int:
         say(e.format_message())
         return int(ExitCode.USAGE)
     except click.UsageError as e:
-        return report_error(usage_error(e, "distdiag"), json_of)
+        return report_error(usage_error(e, prog), json_of)
     except click.exceptions.Exit as e:
         return e.exit_code
     except (KeyboardInterrupt, click.Abort):

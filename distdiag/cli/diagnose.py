@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a jo
 JUDGED_S = 2.5  # for a new monitor to judge a running job
 HEAD_BYTES = 1 << 12  # a file of stacks begins with them; a log may have some anywhere
 MOST_STDIN = 4 << 30  # bytes; it is copied into the temporary directory
-_STDIN = {"-", "/dev/stdin"}
+_PIPE = re.compile(r"-|/dev/stdin|/(?:dev|proc/self)/fd/[0-9]+")  # also `<(zcat job.log.gz)` of a shell
 _ARCHIVE = re.compile(r"\.(?:zip|tar(?:\.\w{1,4})?|t(?:gz|bz2?|xz|zst))$")
 
 
@@ -193,24 +193,35 @@ def _is_run(target: str) -> bool:
 
 
 @contextmanager
-def _with_stdin(targets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the targets with the path of a file that has what stdin had, in place of `-`."""
-    if _STDIN.isdisjoint(targets):
+def _with_pipes(targets: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield the targets with the path of a copy in place of each pipe: standard input (`-`), or one that a shell has made."""
+    pipes = [t for t in targets if _PIPE.fullmatch(t)]
+    if not pipes:
         yield targets
         return
-    if sys.stdin is None or not sys.stdin.readable():
-        raise DistdiagError("standard input is closed", "`distdiag diagnose FILE` reads a file")
     with tempfile.TemporaryDirectory(prefix="distdiag-") as folder:
-        path = Path(folder, "stdin.log")
-        with path.open("wb") as file:
-            left = MOST_STDIN
-            while left and (chunk := sys.stdin.buffer.read(min(left, 1 << 20))):
-                left -= file.write(chunk)
-        if not left:
-            raise DistdiagError(
-                f"standard input has more than {MOST_STDIN >> 20:,} MiB", "write it into a file, and name that"
-            )
-        yield tuple(str(path) if t in _STDIN else t for t in targets)
+        names = {t: "standard input" if t in ("-", "/dev/stdin") else t for t in pipes}
+        # no digit in their names: it would be a rank
+        copies = {t: _copied(t, names[t], Path(folder, f"stdin{'-' * n}.log")) for n, t in enumerate(names)}
+        try:
+            yield tuple(copies.get(t, t) for t in targets)
+        except DistdiagError as e:
+            for target, copy in copies.items():
+                e.message = e.message.replace(copy, names[target])
+            raise
+
+
+def _copied(target: str, name: str, path: Path) -> str:
+    """Return the path of a copy of what a pipe has."""
+    if target == "-" and (sys.stdin is None or not sys.stdin.readable()):
+        raise DistdiagError("standard input is closed", "`distdiag diagnose FILE` reads a file")
+    with nullcontext(sys.stdin.buffer) if target == "-" else open(target, "rb") as pipe, path.open("wb") as file:
+        left = MOST_STDIN
+        while left and (chunk := pipe.read(min(left, 1 << 20))):
+            left -= file.write(chunk)
+    if not left:
+        raise DistdiagError(f"{name} has more than {MOST_STDIN >> 20:,} MiB", "write it into a file, and name that")
+    return str(path)
 
 
 def _report(targets: tuple[str, ...]) -> Report:
@@ -334,7 +345,7 @@ def command(targets: tuple[str, ...], as_json: bool, output_format: str, fail_on
     """
 
     as_json = as_json or output_format == "json"
-    with _with_stdin(targets) as files:
+    with _with_pipes(targets) as files:
         return _command(files, as_json, output_format, fail_on, why)
 
 

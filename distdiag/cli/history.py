@@ -49,10 +49,10 @@ def _load(history: History, sources: tuple[str, ...]) -> list[tuple[Path, str]]:
             history.add(rows)
             broken += damaged + [(Path(e.filename), e.strerror or str(e)) for e in denied]
         else:
-            raise DistdiagError(
-                f"no directory {source}", "give directories with runs, s3://BUCKET/PREFIX, or a Parquet file that --parquet wrote",
-                ExitCode.NO_DATA, "no_run",
-            )  # fmt: skip
+            hint = "give directories with runs, s3://BUCKET/PREFIX, or a Parquet file that --parquet wrote"
+            if path.exists():
+                raise DistdiagError(f"{source} is a file, not a directory with runs", hint)
+            raise DistdiagError(f"no directory {source}", hint, ExitCode.NO_DATA, "no_run")
     return broken
 
 

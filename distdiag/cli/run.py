@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from distdiag import nvml
-from distdiag.command_line import SETTINGS, read, recording_options
+from distdiag.command_line import SETTINGS, check_script, read, recording_options
 from distdiag.errors import DistdiagError, need_torch
 from distdiag.terms.metrics_targets import parse_metrics
 from distdiag.terms.units import parse_keep
@@ -37,10 +37,7 @@ def command(rest: tuple[str, ...], **options: Any) -> None:
     if options["keep"]:
         parse_keep(options["keep"])  # reported once here, not by each rank
     parse_metrics(options["metrics"])
-    if not script:
-        raise DistdiagError("no script given", "distdiag run [torchrun options] SCRIPT [ARGS…]")
-    if script[0] != "-m" and not os.path.exists(script[0]):
-        raise DistdiagError(f"no script {script[0]}", "give the path of a Python file, or -m and a module's name")
+    check_script(script, "distdiag run [torchrun options] SCRIPT [ARGS…]")
     need_torch("a job")
     if not any(a.split("=")[0].replace("_", "-") in ("--nproc-per-node", "--nnodes", "--standalone") for a in launcher):
         launcher = ["--standalone", "--nproc-per-node", str(_local_ranks()), *launcher]

@@ -142,7 +142,7 @@ def test_a_file_that_exceeds_the_time_limit_is_left_out(tmp_path: Path, monkeypa
 def test_a_fifo_does_not_block(tmp_path: Path) -> None:
     write(tmp_path, hung())
     os.mkfifo(tmp_path / "fifo")
-    assert any("not a file" in f.message for f in diagnose_dumps(tmp_path).findings)
+    assert any("not a regular file" in f.message for f in diagnose_dumps(tmp_path).findings)
 
 
 def test_a_folder_with_only_hostile_files_is_an_error(tmp_path: Path) -> None:

@@ -69,12 +69,12 @@ def test_only_a_regular_file_is_opened(tmp_path: Path, kind: str) -> None:
         "import sys, pathlib\nfrom distdiag import guard\n"
         "for read in (guard.regular, guard.opened):\n"
         "    try:\n        with read(pathlib.Path(sys.argv[1])):\n            print('opened')\n"
-        "    except OSError as e:\n        print(e)\n"
+        "    except OSError as e:\n        print(e.filename, e.strerror)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(odd)], capture_output=True, text=True, timeout=20, check=True
     )
-    assert done.stdout == f"{odd} is not a file\n" * 2
+    assert done.stdout == f"{odd} not a regular file\n" * 2
 
 
 def bomb(dictionary: int = 40) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -278,6 +279,24 @@ def test_a_log_on_standard_input_is_read(name: str) -> None:
     command = [sys.executable, "-m", "distdiag", "diagnose", name, "--json"]
     done = subprocess.run(command, input=raised(3, OOM), capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and json.loads(done.stdout)["findings"][0]["culprits"] == [3], done.stderr
+
+
+def test_pipes_of_a_shell_are_read_and_named(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text(raised(3, OOM))
+    command = f"{sys.executable} -m distdiag diagnose <(cat a.log)"
+    of_two = subprocess.run(
+        ["bash", "-c", f"{command} <(echo '[rank0]: a line') --json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert of_two.returncode == 1 and json.loads(of_two.stdout)["findings"][0]["culprits"] == [3], of_two.stderr
+    (tmp_path / "a.log").write_text("")
+    empty = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert re.match(r"distdiag: error: /dev/fd/\d+: empty\n", empty.stderr), empty.stderr
 
 
 def test_endless_standard_input_does_not_fill_the_disk(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_a_small_tape_that_asks_for_all_memory_costs_a_child(tmp_path: Path, mon
 
 def test_a_pipe_is_no_tape(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / NAME)
-    with pytest.raises(DistdiagError, match="not a file"):
+    with pytest.raises(DistdiagError, match="not a regular file"):
         read_tape(tmp_path / NAME)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from distdiag.errors import DistdiagError
@@ -12,6 +10,7 @@ from distdiag.probekit.command.paper import Paper
 from distdiag.probekit.step.memory import StateBytes, expected_state
 from distdiag.probekit.step.possible import SINGLE, STAGED, micro_batches
 from distdiag.probekit.step.sizes import Sizes
+from distdiag.probekit.verdict import baseline
 from distdiag.terms.operations import bus_bandwidth, bus_factor
 
 STRATEGIES: tuple[str, ...] = (SINGLE, "ddp", "fsdp", "model", "pipeline")
@@ -174,7 +173,7 @@ def read_link(text: str) -> Link:
 
 def _measured_link(path: str, hint: str) -> Link:
     try:
-        data = json.loads(Path(path).read_text("utf-8"))
+        data = baseline.saved(path)
     except OSError as e:
         raise DistdiagError(f"--link {path}: neither a number nor a file ({e.strerror})", hint) from None
     except ValueError:

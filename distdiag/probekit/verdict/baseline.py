@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from distdiag import guard
 from distdiag.errors import DistdiagError
 from distdiag.files import replacing
 from distdiag.probekit.verdict.result import Measure, Result, Verdict
@@ -21,6 +22,7 @@ SCHEMA = "distdiag.probe-baseline/1"
 _ALPHA = 0.01  # over all sizes of a probe together (Holm)
 _LARGE_DELTA = 0.474  # Cliff's delta above this is called large (Romano 2006)
 _LEAST_VALUES = 4  # on both sides, for a test
+_MOST_BYTES = 64 << 20  # of a saved file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,16 +62,28 @@ def save(path: str, results: list[Result]) -> None:
         raise DistdiagError(f"cannot write {path}: {e.strerror}", "choose another file with --save") from e
 
 
+def saved(path: str) -> Any:
+    """Return the content of a JSON file that a probe has written.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: a pipe may never end.
+        ValueError: it is not JSON.
+    """
+    with guard.regular(Path(path)) as file:
+        try:
+            return msgspec.json.decode(file.read(_MOST_BYTES))
+        except (msgspec.DecodeError, RecursionError) as e:
+            raise ValueError(str(e)) from None
+
+
 def load(path: str) -> list[Entry]:
     """Return the entries of a baseline file."""
     hint = "`distdiag probe NAME --save FILE` writes one"
     try:
-        data = msgspec.json.decode(Path(path).read_bytes())
-    except FileNotFoundError:
-        raise DistdiagError(f"no baseline {path}", hint) from None
+        data = saved(path)
     except OSError as e:
-        raise DistdiagError(f"cannot read {path}: {e.strerror}", hint) from None
-    except msgspec.DecodeError:
+        raise DistdiagError(f"no baseline {path}: {e.strerror}", hint) from None
+    except ValueError:
         raise DistdiagError(f"{path} is not a baseline: not JSON", hint) from None
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         found = data.get("schema") if isinstance(data, dict) else type(data).__name__
