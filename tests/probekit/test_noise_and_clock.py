@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from distdiag.probekit.measure.noise import BlockNoise, foreign_cpus, parse_busy_ticks, read_cpu
+from distdiag.probekit.measure.noise import BlockNoise, foreign_cpus, read_cpu
 from distdiag.probekit.ranks.clock import offset_from_exchanges
 
 STAT = """cpu  100 1 50 1000 5 2 3 7 0 0
@@ -19,9 +21,14 @@ intr 12345
 """
 
 
-def test_busy_time_is_user_nice_system_and_steal_of_our_cpus():
-    assert parse_busy_ticks(STAT, {0, 1}) == 60 + 1 + 30 + 4 + 40 + 20 + 3
-    assert parse_busy_ticks(STAT, {1}) == 63
+@pytest.mark.parametrize(("ours", "ticks"), [({0, 1}, 60 + 1 + 30 + 4 + 40 + 20 + 3), ({1}, 63), ({1, 7}, 63)])
+def test_busy_time_is_user_nice_system_and_steal_of_our_cpus(
+    ours: set[int], ticks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "stat").write_text(STAT)
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: ours)
+    assert read_cpu().busy_s == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"))
 
 
 @pytest.mark.parametrize(
