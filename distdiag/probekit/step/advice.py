@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import dataclass, field
 
@@ -132,19 +133,9 @@ def _divided(sheet: Sheet, advice: Advice, several: list[int]) -> None:
 
 def _least(sheet: Sheet, answers: tuple[str, ...]) -> int | None:
     """Return the fewest ranks for which `fits` is one of `answers`; None if there are none. More ranks need no more memory."""
-    high = 2
-    while sheet.row("fsdp", high).fits not in answers:
-        high *= 2
-        if high > _MOST_RANKS:
-            return None
-    low = max(2, high // 2)
-    while low < high:
-        middle = (low + high) // 2
-        if sheet.row("fsdp", middle).fits in answers:
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    ranks = range(2, _MOST_RANKS + 1)
+    at = bisect.bisect_left(ranks, True, key=lambda n: sheet.row("fsdp", n).fits in answers)
+    return ranks[at] if at < len(ranks) else None
 
 
 def _staged(sheet: Sheet, advice: Advice, several: list[int]) -> None:
