@@ -44,7 +44,7 @@ def test_all_runs_every_probe_on_two_ranks(on_ranks: OnRanks, capfd: pytest.Capt
         r = by_name[name]
         assert r.verdict is not Verdict.FAIL, r.reasons
         assert r.rows and all(row.correct and row.iterations > 0 for row in r.rows)
-        assert r.world_size == 2 and r.ceilings["tcp_one_way_gbps"]
+        assert r.world_size == 2 and r.ceilings["tcp_both_ways_gbps"]
     pair = by_name["pairs"].rows
     assert [p.ranks for p in pair] == [(0, 1)] and pair[0].correct and pair[0].round_trip_us > 0
     loader = by_name["dataloader"]

@@ -10,7 +10,6 @@ import datetime
 import select
 import socket
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,15 +23,15 @@ if TYPE_CHECKING:
 _MEMCPY_BYTES = 64 * 2**20
 _TCP_BYTES = 16 * 2**20
 _CHUNK = 2**20
-_MOST_S = 0.12  # for each of the three, and at most a thirtieth of the remaining time
+_MOST_S = 0.12  # for each of the two, and at most a thirtieth of the remaining time
 
 
 def measure_ceilings(job: Job) -> dict[str, float | None]:
-    """Return the ceilings by name on rank 0, {} elsewhere; measured once per command, in about a third of a second.
+    """Return the ceilings by name on rank 0, {} elsewhere; measured once per command, in about a quarter of a second.
 
     `memcpy_gbps`: one rank copies 64 MiB in its memory while the others are idle.
-    `tcp_one_way_gbps`, `tcp_both_ways_gbps`: one TCP connection between ranks 0 and 1, over gloo's interface; both ways at
-    once, per direction, is what a ring does.
+    `tcp_both_ways_gbps`: one TCP connection between ranks 0 and 1, over gloo's interface; both ways at once, per
+    direction, is what a ring does.
     `nic_line_rate_gbps`: line rate of the interface, if it is a card and there are several hosts.
     `pcie_gbps`, `nvlink_gbps`: rates of rank 0's GPU, from NVML.
     """
@@ -68,21 +67,19 @@ def memcpy_gbps(seconds: float) -> float:
 
 
 def tcp_gbps(job: Job, seconds: float) -> dict[str, float | None]:
-    """Return the rates of plain TCP between ranks 0 and 1 (see `measure_ceilings`), each the best of a few."""
-    one_way = both_ways = None
-    label = "TCP ceiling between ranks 0 and 1"
-    with job.step(label), contextlib.suppress(OSError, dist.DistError):
+    """Return the rate of plain TCP between ranks 0 and 1 (see `measure_ceilings`), the best of a few."""
+    best = None
+    with job.step("TCP ceiling between ranks 0 and 1"), contextlib.suppress(OSError, dist.DistError):
         # a failed connection must not end the probe, whose traffic may use another route
         if job.rank < 2:
             with _connection(job) as peer:
                 peer.settimeout(job.options.timeout_s / 2)
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                one_way = _best(peer, job.rank, seconds, _one_way)
-                both_ways = _best(peer, job.rank, seconds, _both_ways)
-    return {"tcp_one_way_gbps": one_way, "tcp_both_ways_gbps": both_ways} if job.rank == 0 else {}
+                best = _best(peer, job.rank, seconds)
+    return {"tcp_both_ways_gbps": best} if job.rank == 0 else {}
 
 
-def _best(peer: socket.socket, rank: int, seconds: float, transfer: Callable[[socket.socket, int], float]) -> float:
+def _best(peer: socket.socket, rank: int, seconds: float) -> float:
     """Return the highest rate of several transfers; before each, rank 0 decides whether there is time for one more."""
     best = 0.0
     end = time.perf_counter() + seconds
@@ -94,7 +91,7 @@ def _best(peer: socket.socket, rank: int, seconds: float, transfer: Callable[[so
             go_on = peer.recv(1) == b"+"
         if not go_on:
             return best
-        best = max(best, transfer(peer, rank))
+        best = max(best, _both_ways(peer))
 
 
 def _connection(job: Job) -> socket.socket:
@@ -113,30 +110,7 @@ def _connection(job: Job) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=limit_s)
 
 
-def _one_way(peer: socket.socket, rank: int) -> float:
-    """Send from rank 0 to rank 1; return the rate in GB/s until the last byte has arrived."""
-    start = time.perf_counter()
-    if rank == 0:
-        chunk = memoryview(bytearray(_CHUNK))
-        for _ in range(_TCP_BYTES // _CHUNK):
-            peer.sendall(chunk)
-        peer.recv(1)  # the receiver has it all
-    else:
-        _receive(peer, _TCP_BYTES)
-        peer.sendall(b"!")
-    return _TCP_BYTES / (time.perf_counter() - start) / 1e9
-
-
-def _receive(peer: socket.socket, size_bytes: int) -> None:
-    buffer = memoryview(bytearray(_CHUNK))
-    while size_bytes:
-        got = peer.recv_into(buffer[: min(_CHUNK, size_bytes)])
-        if not got:
-            raise ConnectionError("closed")
-        size_bytes -= got
-
-
-def _both_ways(peer: socket.socket, rank: int) -> float:
+def _both_ways(peer: socket.socket) -> float:
     """Send and receive at once; return the rate of one direction in GB/s."""
     timeout = peer.gettimeout()
     peer.setblocking(False)

@@ -106,7 +106,6 @@ class Collective(Probe):
         """Measure the ceilings, then every size (correctness, then time); return the result on rank 0."""
         ceilings = measure_ceilings(job)
         pattern = Pattern(job.dtype, job.world_size)
-        strided = self.strided_buffer_text(job, pattern)
         sizes = self.sizes(job)
         measured: list[tuple[int, Stamped, list[WrongValues]]] = []
         skipped: list[int] = []
@@ -131,10 +130,7 @@ class Collective(Probe):
                 measured.append((size, None, wrong))  # type: ignore[arg-type]  # only its length counts there
         if job.rank != 0:
             return None
-        result = collective_result.build(self.name, self.op, job, measured, ceilings, skipped)
-        if strided:
-            result.notes.append(strided)
-        return result
+        return collective_result.build(self.name, self.op, job, measured, ceilings, skipped)
 
     def sizes(self, job: Job) -> list[int]:
         """Return the message sizes in bytes, ascending."""
@@ -194,35 +190,6 @@ class Collective(Probe):
                 mine += self.wrong_here(job, pattern, count, case, in_place, root, corrupt)
         everyone = job.gather_all(mine, f"{self.name}: collecting what was wrong")
         return [w for of_rank in everyone for w in of_rank]
-
-    def strided_buffer_text(self, job: Job, pattern: Pattern) -> str | None:
-        """Return a note if the backend accepts a strided tensor without an error and writes outside of it.
-
-        torch documents contiguous tensors only. NCCL refuses others; gloo treats some of them as contiguous and writes the
-        result into neighbouring memory.
-        """
-        if self.in_place is not InPlace.ALWAYS:
-            return None
-        wide = torch.zeros(64, 2, dtype=job.dtype, device=job.device)
-        strided = wide[:, 0]
-        values = torch.empty(64, dtype=job.dtype, device=job.device)
-        pattern.write(values, job.rank)
-        strided.copy_(values)
-        state = "right"
-        with job.step(f"{self.name}: a strided buffer"):
-            try:
-                self.call(job, Buffers(strided, strided), 0)
-                job.synchronize()
-            except (ValueError, RuntimeError):
-                state = "refused"  # before anything is sent, on every rank
-        if state == "right":
-            segments = self.expected(job, pattern, 64)
-            wrong = any(wrong_elements(strided.contiguous(), s, 0) for s in segments)
-            state = "wrong" if wrong or bool(wide[:, 1].any()) else "right"
-        states = job.gather_all(state, f"{self.name}: collecting what became of a strided buffer")
-        if "wrong" not in states:
-            return None
-        return f"{job.backend} takes a strided tensor in {self.op} without an error and gives wrong values: call .contiguous() first"
 
     def drawing(self, result: Result) -> list[str]:
         return collective_result.explanation(self.op, result)

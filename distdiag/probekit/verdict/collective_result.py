@@ -174,7 +174,6 @@ def explanation(op: str, result: Result) -> list[str]:
     lines: list[str] = []
     named = {
         "memcpy_gbps": "memcpy",
-        "tcp_one_way_gbps": "TCP one way",
         "tcp_both_ways_gbps": "TCP both ways at once, each",
         "nic_line_rate_gbps": "line rate of the card",
         "pcie_gbps": "PCIe",
