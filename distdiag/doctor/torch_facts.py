@@ -8,26 +8,17 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 import time
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import msgspec
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
-RENDEZVOUS_TIMEOUT_S = 10
-ROUNDS = 200
 
 
 class Rendezvous(msgspec.Struct, kw_only=True):
     """Two processes of this host in one gloo group."""
 
     error: str | None = None
-    init_ms: float | None = None  # init_process_group on the later of the two
+    init_ms: float | None = None  # to start, connect and end them
     all_reduce_us: float | None = None  # median of 4-byte all_reduces
 
 
@@ -83,54 +74,21 @@ def gather() -> TorchFacts:
 
 
 def rendezvous() -> Rendezvous:
-    """Form a group of two processes as torchrun does (a TCP store, then gloo's own connections) and time it."""
-    from torch.distributed import TCPStore
+    """Have two processes of this host form a group, and measure an all_reduce of 4 bytes for half a second."""
+    from distdiag.errors import DistdiagError
+    from distdiag.probekit.command.options import parse
+    from distdiag.probekit.ranks.launch import launch
 
-    limit = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
+    options = parse(["allreduce", "--device", "cpu", "--min-bytes", "4", "--max-bytes", "4"])
+    began = time.monotonic()
     try:
-        store = TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
-    except Exception as e:
-        return Rendezvous(error=_one_line(e))
-    child = os.fork()
-    if child == 0:
-        try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            _meet(1, TCPStore("127.0.0.1", store.port, 2, is_master=False, timeout=limit))
-        finally:
-            os._exit(0)
-    try:
-        return _meet(0, store)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def _meet(rank: int, store: Store) -> Rendezvous:
-    import torch
-    import torch.distributed as dist
-
-    limit = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-    try:
-        began = time.perf_counter()
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
-        init_ms = (time.perf_counter() - began) * 1e3
-        one = torch.ones(1)
-        dist.all_reduce(one)
-        if one.item() != 2:
-            return Rendezvous(error=f"all_reduce of two ones gave {one.item():g}")
-        times = []
-        for _ in range(ROUNDS):
-            began = time.perf_counter()
-            dist.all_reduce(one)
-            times.append(time.perf_counter() - began)
-        dist.barrier()
-        return Rendezvous(init_ms=init_ms, all_reduce_us=sorted(times)[ROUNDS // 2] * 1e6)
-    except Exception as e:
-        return Rendezvous(error=_one_line(e))
-
-
-def _one_line(e: Exception) -> str:
-    return (str(e).strip().splitlines() or [type(e).__name__])[0][:300]
+        (result,) = launch(options, 2, began + 0.5)
+    except DistdiagError as e:
+        return Rendezvous(error=f"{e.message} ({e.hint})")
+    row = result.rows[0]
+    if not row.correct:
+        return Rendezvous(error=result.reasons[0])
+    return Rendezvous(init_ms=(time.monotonic() - began - result.elapsed_s) * 1e3, all_reduce_us=row.time_us.p50)
 
 
 if __name__ == "__main__":
