@@ -16,7 +16,7 @@ from distdiag.probekit.ranks.user_object import find_function
 from distdiag.probekit.step import show
 from distdiag.probekit.step.blocks import Batch, Block, make_batch, measure
 from distdiag.probekit.step.on_paper import add_activations
-from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, can_run
+from distdiag.probekit.step.possible import DEFAULT, SINGLE, Case, Machine, can_run, report
 from distdiag.probekit.step.rows import judge, rows_of
 from distdiag.probekit.verdict.collective_result import new_result
 from distdiag.probekit.verdict.result import Result, Verdict
@@ -60,7 +60,7 @@ class Step(Probe):
         result.rows = rows_of(blocks, len(batch[0]), job.device.type)
         add_activations(result.rows, job.options, len(batch[0]))
         result.details |= {"model": job.options.model or "SimpleCNN", "global_batch": len(batch[0])}
-        result.notes += [f"{case.strategy}: not possible here: {why}" for case, why in reasons.items()]
+        report(result, reasons)
         judge(result)
         if unmeasured:
             names = ", ".join(c.strategy for c in unmeasured)

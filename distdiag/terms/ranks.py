@@ -8,12 +8,13 @@ from typing import TypeVar
 
 from distdiag.terms.untrusted import MAX_RANKS, is_rank
 
+Key = TypeVar("Key")
 Value = TypeVar("Value", bound=Hashable)
 
 
-def by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
-    """Return the ranks that have each value, in the order in which the values first occur."""
-    out: dict[Value, list[int]] = {}
+def by_value(values: Mapping[Key, Value]) -> dict[Value, list[Key]]:
+    """Return the keys (ranks) that have each value, in the order in which the values first occur."""
+    out: dict[Value, list[Key]] = {}
     for rank, value in values.items():
         out.setdefault(value, []).append(rank)
     return out

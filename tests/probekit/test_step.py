@@ -225,7 +225,7 @@ def test_all_cases_are_measured_on_real_ranks_or_have_a_reason(tmp_path: Path, m
     assert measured["fsdp", 2].activations_bytes == measured["ddp", 2].activations_bytes
     assert measured["fsdp", 2].exposed_ms is not None and 0 < measured["fsdp", 2].exposed_share <= 1
     assert measured["ddp", 2].exposed_ms is not None and 0 <= measured["pipeline", 2].idle_share <= 1
-    assert any(line.startswith("not possible here: on 3: pipeline: 3 stages") for line in found.notes)
+    assert any(line.startswith("not possible: pipeline on 3 ranks: 3 stages") for line in found.notes)
 
 
 @pytest.mark.parametrize("name", ["simple", "resnet18"])

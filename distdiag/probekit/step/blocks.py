@@ -26,7 +26,7 @@ from distdiag.probekit.step.memory import (
     gradient_bytes,
     measured_state,
 )
-from distdiag.probekit.step.possible import Case, micro_batches
+from distdiag.probekit.step.possible import LABELS, Case, micro_batches
 from distdiag.train.config import TrainConfig
 from distdiag.train.faults import Faults
 from distdiag.train.models import MODELS, build_model, count_parameters
@@ -276,15 +276,12 @@ def _highest(values: list[int | None]) -> int | None:
 
 def label_of(case: Case, device: str, threads: int) -> str:
     """Return the strategy's name for a table."""
-    return {
-        "single": "single process",
-        "single-threads": f"single process, {threads} threads",
-        "dataparallel": "DataParallel" if device == "cuda" else "DataParallel (threads)",
-        "ddp": "DDP",
-        "fsdp": "FSDP (fully_shard)",
-        "model": "model parallel",
-        "pipeline": f"pipeline (1F1B, {micro_batches(case.ranks)} micro-batches)",
-    }[case.strategy]
+    more = {
+        "single-threads": f", {threads} threads",
+        "dataparallel": "" if device == "cuda" else " (threads)",
+        "pipeline": f", {micro_batches(case.ranks)} micro-batches",
+    }
+    return LABELS[case.strategy] + more.get(case.strategy, "")
 
 
 def watch_collectives(network: nn.Module) -> list[float] | None:

@@ -41,11 +41,6 @@ def compute(options: Options) -> Result:
     advice = recommend(sheet, options.ranks)
     result.judge(Verdict.PASS if advice.strategy else Verdict.FAIL, _headline(sheet, advice))
     result.reasons += [f"{i}. {decision}" for i, decision in enumerate(advice.decisions, 1)]
-    by_reason: dict[str, list[str]] = {}
-    for (strategy, ranks), why in reasons.items():
-        by_reason.setdefault(why, []).append(str(possible.Case(strategy, ranks)))
-    result.notes = [f"not possible: {', '.join(cases)}: {why}" for why, cases in by_reason.items()]
-    result.notes += _notes(result.rows, sheet)
     result.details = {
         "paper": {
             "model": sheet.sizes.name, "parameters": sheet.sizes.parameters, "optimizer": paper.optimizer,
@@ -54,8 +49,9 @@ def compute(options: Options) -> Result:
             "link_from": link.source if link else None, "step_ms": paper.step_ms,
         },
         "recommendation": dataclasses.asdict(advice),
-        "not_possible": [{"strategy": s, "ranks": n, "reason": why} for (s, n), why in reasons.items()],
     }  # fmt: skip
+    possible.report(result, reasons)
+    result.notes += _notes(result.rows, sheet)
     result.elapsed_s = time.monotonic() - began
     return result
 

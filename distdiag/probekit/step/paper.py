@@ -8,7 +8,7 @@ from typing import Any
 from distdiag.errors import DistdiagError
 from distdiag.probekit.command.paper import Paper
 from distdiag.probekit.step.memory import StateBytes, expected_state
-from distdiag.probekit.step.possible import SINGLE, STAGED, micro_batches
+from distdiag.probekit.step.possible import LABELS, SINGLE, STAGED, Case, micro_batches
 from distdiag.probekit.step.sizes import Sizes
 from distdiag.probekit.verdict import baseline
 from distdiag.terms.operations import bus_bandwidth, bus_factor
@@ -18,10 +18,6 @@ STRATEGIES: tuple[str, ...] = (SINGLE, "ddp", "fsdp", "model", "pipeline")
 _RESERVE_SHARE = 0.10
 _RESERVE_SHARE_WITHOUT_ACTIVATIONS = 0.20
 _MOST_GBPS = 1e6
-_LABELS = {
-    SINGLE: "single process", "dataparallel": "DataParallel, first device", "ddp": "DDP", "fsdp": "FSDP (fully_shard)",
-    "model": "model parallel", "pipeline": "pipeline (1F1B)",
-}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -87,16 +83,16 @@ class Sheet:
             self._rows[key] = self._made(strategy, ranks)
         return self._rows[key]
 
-    def rows(self, strategies: list[str], ranks: list[int]) -> tuple[list[PaperRow], dict[tuple[str, int], str]]:
+    def rows(self, strategies: list[str], ranks: list[int]) -> tuple[list[PaperRow], dict[Case, str]]:
         """Return the rows of all cases, and the reasons for cases that are not possible."""
         rows: list[PaperRow] = []
-        reasons: dict[tuple[str, int], str] = {}
+        reasons: dict[Case, str] = {}
         for strategy in strategies:
             for n in [1] if strategy == SINGLE else ranks:
                 if n == 1 and strategy != SINGLE:
                     continue  # the single process
                 if why := self.sizes.why_not(strategy, n):
-                    reasons[strategy, n] = why
+                    reasons[Case(strategy, n)] = why
                 else:
                     rows.append(self.row(strategy, n))
         return rows, reasons
@@ -112,7 +108,7 @@ class Sheet:
         parts = {"ddp": ranks, "fsdp": ranks, "pipeline": micro_batches(ranks)}.get(strategy, 1)
         samples = -(-self.batch // parts)
         row = PaperRow(
-            strategy, _LABELS[strategy], ranks, state.parameters, state.gradients, state.optimizer, buffers, activations,
+            strategy, LABELS[strategy], ranks, state.parameters, state.gradients, state.optimizer, buffers, activations,
             left, samples, self._fits(left, activations, samples), self._exchange(strategy, ranks),
         )  # fmt: skip
         if self.link is not None and row.exchange_bytes is not None:

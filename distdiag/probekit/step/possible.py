@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from distdiag.errors import DistdiagError
+from distdiag.probekit.verdict.result import Result
+from distdiag.terms.ranks import by_value
 from distdiag.terms.units import counted
 
 SINGLE = "single"
@@ -13,6 +15,10 @@ STRATEGIES = (SINGLE, "single-threads", "dataparallel", "ddp", "fsdp", "model", 
 DEFAULT = STRATEGIES[:5]  # without --strategies and --ranks
 IN_ONE_PROCESS = STRATEGIES[:3]
 STAGED = ("model", "pipeline")
+LABELS = {
+    SINGLE: "single process", "single-threads": "single process", "dataparallel": "DataParallel", "ddp": "DDP",
+    "fsdp": "FSDP (fully_shard)", "model": "model parallel", "pipeline": "pipeline (1F1B)",
+}  # fmt: skip
 ALL = "all"
 _ALIASES = {"threads": "single-threads", "dp": "dataparallel"}
 _LEAST_MICRO_BATCHES = 4
@@ -90,3 +96,11 @@ def can_run(wanted: Sequence[Case], machine: Machine, batch: int, remedy: str) -
         case, why = next(iter(reasons.items()))
         raise DistdiagError(f"{case}: {why}", remedy)
     return [case for case in wanted if case not in reasons], reasons
+
+
+def report(result: Result, reasons: Mapping[Case, str]) -> None:
+    """Add the cases that are not possible, with their reasons."""
+    entries = [{"strategy": case.strategy, "ranks": case.ranks, "reason": why} for case, why in reasons.items()]
+    result.details["not_possible"] = entries
+    for why, cases in by_value(reasons).items():
+        result.notes.append(f"not possible: {', '.join(map(str, cases))}: {why}")

@@ -14,10 +14,10 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.noise import over_blocks
 from distdiag.probekit.ranks.launch import launch
-from distdiag.probekit.step import show, svg
+from distdiag.probekit.step import svg
 from distdiag.probekit.step.blocks import Block, check_batch
 from distdiag.probekit.step.on_paper import add_activations
-from distdiag.probekit.step.possible import SINGLE, STRATEGIES, Case, Machine, can_run
+from distdiag.probekit.step.possible import SINGLE, STRATEGIES, Case, Machine, can_run, report
 from distdiag.probekit.step.rows import judge, rows_of
 from distdiag.probekit.verdict.result import Result, Verdict
 
@@ -65,11 +65,8 @@ def compare(options: Options, gpus: int, deadline_s: float) -> Result:
         text = f"the budget ended before {', '.join(unmeasured)}: give more with --budget"
         result.judge(Verdict.INCONCLUSIVE, text)
     result.details["rounds"] = max(r.rounds for r in result.rows)
-    result.details["not_possible"] = [
-        {"strategy": c.strategy, "ranks": c.ranks, "reason": why} for c, why in turns.reasons.items()
-    ]
     result.details |= {"model": options.model or "SimpleCNN", "global_batch": options.batch_size}
-    result.notes += [f"not possible here: {text}" for text in show.not_possible(result)]
+    report(result, turns.reasons)
     result.elapsed_s = time.monotonic() - began
     if options.svg:
         svg.write(result, options.svg)

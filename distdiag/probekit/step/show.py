@@ -98,17 +98,6 @@ def drawing(result: Result) -> list[str]:
     return lines
 
 
-def not_possible(result: Result) -> list[str]:
-    """Return one line for each number of ranks that some strategies cannot use, with the reasons."""
-    by_ranks: dict[int, dict[str, list[str]]] = {}
-    for entry in result.details["not_possible"]:
-        by_ranks.setdefault(entry["ranks"], {}).setdefault(entry["reason"], []).append(entry["strategy"])
-    return [
-        f"on {ranks}: " + "; ".join(f"{', '.join(names)}: {why}" for why, names in reasons.items())
-        for ranks, reasons in by_ranks.items()
-    ]
-
-
 def headline(result: Result) -> str:
     """Return one line for `all`."""
     rows: list[StepRow] = result.rows
