@@ -31,7 +31,7 @@ VERDICT_WITHIN_S = 60.0  # of the start; on two busy cores torch alone takes ten
 def command(run_dir: str | None) -> int:
     """Start two ranks on this machine's CPU that hang after some steps; print the verdict and one screen, then end them.
 
-    Needs torch, no GPU and no data. The job is a script of 40 lines, distdiag/train/demo_job.py.
+    Needs torch, no GPU and no data. The job is a short script, distdiag/train/demo_job.py.
     """
     from distdiag.store import rundir
 
