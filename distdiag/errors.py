@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -35,6 +36,10 @@ class DistdiagError(Exception):
         self.hint = hint
         self.code = code
         self.kind = kind
+
+    def as_json(self, schema: str) -> dict[str, Any]:
+        """Return what `--json` prints in place of a result."""
+        return {"schema": schema, "error": {"kind": self.kind, "message": self.message, "hint": self.hint}}
 
     def __reduce__(self) -> tuple[type[DistdiagError], tuple[str, str, ExitCode, str]]:
         return type(self), (self.message, self.hint, self.code, self.kind)  # it is sent between ranks

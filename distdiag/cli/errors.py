@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from distdiag.errors import DistdiagError
 from distdiag.streams import say_error, say_json
 
@@ -18,7 +16,6 @@ def report_error(error: DistdiagError, json_of: str | None = None) -> int:
         json_of: Name of the command if --json was given: the error is then also printed as an object.
     """
     if json_of is not None:
-        about = {"kind": error.kind, "message": error.message, "hint": error.hint}
-        say_json(json.dumps({"schema": _SCHEMAS.get(json_of, f"distdiag.{json_of}/1"), "error": about}))
+        say_json(error.as_json(_SCHEMAS.get(json_of, f"distdiag.{json_of}/1")))
     say_error(error.message, error.hint)
     return int(error.code)

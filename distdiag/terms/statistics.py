@@ -30,14 +30,6 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Mode:
-    """One mode of a bimodal distribution."""
-
-    time_us: float  # median of the samples in it
-    share: float  # of all samples, 0 to 1
-
-
-@dataclass(frozen=True, slots=True)
 class LatencyBandwidth:
     """t(S) = latency + S / bandwidth, with 95 % intervals."""
 
@@ -121,15 +113,15 @@ def interval_of_rounds(values: Sequence[float]) -> Interval:
     return Interval(math.exp(centre - half), math.exp(centre + half))
 
 
-def find_modes(samples: Samples) -> tuple[Mode, ...]:
-    """Return the two modes of a bimodal distribution of times, or () if there is one mode.
+def find_modes(samples: Samples) -> list[dict[str, float]]:
+    """Return the two modes of a bimodal distribution of times, µs: their median and share of all; [] if there is one mode.
 
     The threshold is Otsu's, on logarithms. Two modes need at least 5 % of the samples each, medians that differ by half
     or more, and a nearly empty middle third between them: a long tail is not a mode.
     """
     n = len(samples)
     if n < 40:
-        return ()
+        return []
     logs = np.log(np.sort(samples[samples > 0]))
     n = len(logs)
     count = np.arange(1, n)
@@ -141,12 +133,12 @@ def find_modes(samples: Samples) -> tuple[Mode, ...]:
     left, right = logs[:cut], logs[cut:]
     a, b = float(np.median(left)), float(np.median(right))
     if b - a < math.log(1.5):
-        return ()
+        return []
     third = (b - a) / 3
     in_valley = int(((logs > a + third) & (logs < b - third)).sum())
     if in_valley > 0.12 * min(len(left), len(right)):
-        return ()
-    return (Mode(math.exp(a), len(left) / n), Mode(math.exp(b), len(right) / n))
+        return []
+    return [{"time_us": math.exp(at), "share": len(of) / n} for at, of in ((a, left), (b, right))]
 
 
 def fit_latency_bandwidth(sizes_bytes: list[int], medians_us: list[Samples]) -> LatencyBandwidth | None:

@@ -16,7 +16,7 @@ from distdiag.probekit.command import catalog, node_check
 from distdiag.probekit.command.options import Options, check_backend, check_ranks, parse, place_ranks
 from distdiag.probekit.measure.probe import Probe, load_probe
 from distdiag.probekit.ranks import environment
-from distdiag.probekit.verdict.result import Result, Verdict, error_json, worst
+from distdiag.probekit.verdict.result import SCHEMA, Result, Verdict, worst
 from distdiag.streams import say, say_error, say_json, tolerate
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _report(e: DistdiagError, as_json: bool, place: RankPlace | None) -> None:
     """Print the error on rank 0; a timeout on every rank, because rank 0 may be missing."""
     first = place is None or place.rank == 0
     if as_json and first:
-        say_json(error_json(e), flush=True)
+        say_json(e.as_json(SCHEMA), flush=True)
     if first or e.kind == "timeout":
         say_error(e.message, e.hint, flush=True)
     if not first:

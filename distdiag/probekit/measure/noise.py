@@ -100,18 +100,3 @@ def _busy_seconds() -> float | None:
         return None
     used = [cpus[i] for i in os.sched_getaffinity(0) if i < len(cpus)]
     return sum(t.user + t.nice + t.system + getattr(t, "steal", 0.0) for t in used)
-
-
-def kernel_hz() -> int | None:
-    """Return the kernel's scheduler ticks per second; None if its configuration cannot be read."""
-    import gzip
-
-    for path, opener in (("/proc/config.gz", gzip.open), (f"/boot/config-{os.uname().release}", open)):
-        try:
-            with opener(path, "rt") as f:
-                for line in f:
-                    if line.startswith("CONFIG_HZ="):
-                        return int(line.split("=")[1])
-        except (OSError, ValueError):
-            continue
-    return None

@@ -27,7 +27,7 @@ from distdiag.probekit.ranks import clock, interface
 from distdiag.probekit.ranks.environment import RankPlace
 from distdiag.probekit.ranks.interface import Interface
 from distdiag.probekit.ranks.watchdog import Progress, Watchdog, timed_out
-from distdiag.probekit.verdict.result import error_json
+from distdiag.probekit.verdict.result import SCHEMA
 from distdiag.streams import say_error, say_json
 from distdiag.terms.units import counted
 
@@ -324,7 +324,7 @@ def _leave_report(place: RankPlace, options: Options, store: Any, error: Distdia
         store.set("report", json.dumps([error.message, error.hint]))
         return
     if place.rank == 0 and options.output_format == "json":
-        say_json(error_json(error), flush=True)
+        say_json(error.as_json(SCHEMA), flush=True)
     say_error(error.message, error.hint, flush=True)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distdiag.probekit.measure.noise import kernel_hz, over_blocks
+from distdiag.probekit.measure.noise import over_blocks
 from distdiag.probekit.measure.probe import Column, shown
 from distdiag.probekit.measure.sampling import Stamped
 from distdiag.probekit.verdict import decide
@@ -20,6 +21,7 @@ from distdiag.terms.units import message_size, time_text
 if TYPE_CHECKING:
     from distdiag.probekit.ranks.job import Job
 
+_COARSE = 6  # CLOCK_MONOTONIC_COARSE of clock_getres(2), whose resolution is the scheduler's tick
 LATE_SHARE = 0.8  # a late rank is last in this share of the iterations
 LATE_US = 100.0  # and by this much; smaller skews come from the order in which ranks leave the previous operation
 _CLEAN_ENOUGH = 11
@@ -110,7 +112,7 @@ def make_row(
         late_share=float(last.max()),
         correct=not wrong,
         wrong=wrong[:20],
-        modes=[asdict(m) for m in find_modes(times)],
+        modes=find_modes(times),
         foreign_cpus=over_blocks(stamped.noise).foreign_cpus,
         noisy=not enough,
         dropped_iterations=count - times.size,
@@ -138,13 +140,16 @@ def tail_signature(row: Row) -> str | None:
         return None
     fast, slow = row.modes[0]["time_us"], row.modes[1]["time_us"]
     text = f"two modes, {time_text(fast)} and {time_text(slow)} ({row.modes[1]['share']:.0%})"
-    cause = tail_cause((slow - fast) / 1e3, kernel_hz())
+    cause = tail_cause((slow - fast) / 1e3, time.clock_getres(_COARSE) * 1e3)
     return f"{text}: {cause}" if cause else text
 
 
-def tail_cause(extra_ms: float, hz: int | None) -> str | None:
-    """Return the known cause of operations that take `extra_ms` longer than the others; None if there is none."""
-    tick_ms = 1e3 / hz if hz else 4.0
+def tail_cause(extra_ms: float, tick_ms: float) -> str | None:
+    """Return the known cause of operations that take `extra_ms` longer than the others; None if there is none.
+
+    Args:
+        tick_ms: Between two ticks of the kernel's scheduler.
+    """
     if 0.75 * tick_ms <= extra_ms <= 1.25 * tick_ms:
         return f"{tick_ms:g} ms is one scheduler tick: the rank waited for a CPU; give every rank its own (fewer ranks, pinning)"
     if 35 <= extra_ms <= 50:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import platform
+import re
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
-from distdiag.errors import DistdiagError
-
 SCHEMA = "distdiag.probe/1"
-
-
-def error_json(error: DistdiagError) -> str:
-    """Return the contract's object for an error."""
-    return json.dumps(
-        {"schema": SCHEMA, "error": {"kind": error.kind, "message": error.message, "hint": error.hint}}, indent=2
-    )
 
 
 class Verdict(StrEnum):
@@ -153,14 +146,8 @@ def _rounded(value: Any) -> Any:
 
 def host_class() -> str:
     """Return what makes two hosts comparable: architecture, processor, number of CPUs."""
-    model = platform.machine()
-    try:
-        with open("/proc/cpuinfo") as f:
-            for line in f:
-                if line.startswith(("model name", "model\t", "CPU part")):
-                    model = line.split(":", 1)[1].strip()
-                    if line.startswith("model name"):
-                        break
-    except OSError:
-        pass
-    return f"{platform.machine()} {model} x{os.cpu_count()}"
+    model = None
+    with suppress(OSError):
+        model = re.search(r"^(?:model name|CPU part)\s*:(.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    name = model[1].strip() if model else platform.machine()
+    return f"{platform.machine()} {name} x{os.cpu_count()}"
