@@ -138,8 +138,6 @@ class Collective(Probe):
 
     def timed_call(self, job: Job, buffers: Buffers) -> Callable[[], None]:
         """Return a function that does one operation and returns when it is complete."""
-        if job.device.type == "cpu":
-            return lambda: self.call(job, buffers, 0)
 
         def call_and_wait() -> None:
             self.call(job, buffers, 0)

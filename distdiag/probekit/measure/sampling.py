@@ -107,17 +107,12 @@ def _block(
     with job.step(label, counter=entered):
         call()  # aligns the ranks after the control traffic; not a sample
         before = read_cpu()
-        if late_s:
-            for _ in range(iterations):
+        for _ in range(iterations):
+            if late_s:
                 _be_late(late_s)
-                entered.append(now())
-                call()
-                left.append(now())
-        else:
-            for _ in range(iterations):
-                entered.append(now())
-                call()
-                left.append(now())
+            entered.append(now())
+            call()
+            left.append(now())
         after = read_cpu()
     noise = noisiest_host(job, cpu_used(before, after), f"{label}: collecting CPU use")
     return noise or BlockNoise(None, usable_cpus(), 1)

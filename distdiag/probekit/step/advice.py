@@ -11,8 +11,11 @@ from distdiag.probekit.step.possible import SINGLE
 from distdiag.terms.units import counted, percent, size_text, time_text
 
 _MOST_RANKS = 2**20  # to search for the least number of ranks
-# of the computing: backward takes about twice as long as forward, and only it can hide DDP's exchange
-_HIDDEN_SHARE = 2 / 3
+# what can hide an exchange, its share of the computing (backward takes about twice as long as forward), and what helps else
+_HIDES = {
+    "ddp": (2 / 3, "backward", "accumulate {} micro-batches with no_sync() to"),
+    "fsdp": (1.0, "computing", "{} times the computing per exchange (a larger batch on each rank)"),
+}
 _WELL = ("yes", "accumulate")
 _ACCEPTED_SHARE = 0.2  # of a step for an exchange that nothing hides
 
@@ -183,17 +186,15 @@ def _link(sheet: Sheet, row: PaperRow) -> Decision:
 def _slow(row: PaperRow, text: str, step_ms: float) -> Decision:
     assert row.exchange_ms is not None
     longer = math.ceil(row.exchange_ms / step_ms * (1 / _ACCEPTED_SHARE - 1))
-    if row.strategy == "ddp":
-        hidden = row.exchange_ms <= step_ms * _HIDDEN_SHARE
-        state = "backward can hide it at best" if hidden else "backward cannot hide it"
-        remedy = f"accumulate {longer} micro-batches with no_sync() to bring it to {percent(_ACCEPTED_SHARE)} of a step"
-    else:
-        hidden = row.exchange_ms <= step_ms
-        state = "computing can hide it at best" if hidden else "computing cannot hide it"
-        remedy = f"{longer} times the computing per exchange (a larger batch on each rank) bring it to {percent(_ACCEPTED_SHARE)} of a step"
-        if not hidden:
-            remedy += "; or shard within a node and replicate between nodes (HSDP), or stages, which exchange activations only"
-    return Decision("Does the link carry it?", "only if hidden" if hidden else "no", f"{text}: {state}; {remedy}")
+    share, what, remedy = _HIDES[row.strategy]
+    hidden = row.exchange_ms <= step_ms * share
+    because = f"{text}: {what} {'can hide it at best' if hidden else 'cannot hide it'}; "
+    because += f"{remedy.format(longer)} bring it to {percent(_ACCEPTED_SHARE)} of a step"
+    if row.strategy == "fsdp" and not hidden:
+        because += (
+            "; or shard within a node and replicate between nodes (HSDP), or stages, which exchange activations only"
+        )
+    return Decision("Does the link carry it?", "only if hidden" if hidden else "no", because)
 
 
 def _batch(sheet: Sheet, row: PaperRow) -> Decision:
