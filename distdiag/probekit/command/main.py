@@ -116,14 +116,10 @@ def _run(options: Options, place: RankPlace | None) -> int:
         say(f"baseline written: distdiag probe {options.name} --against {options.save}", err=True)
     if run is not None and not options.no_record:
         say(run.record(results), err=True)
-    code = exit_code(results)
+    code = _CODES[worst([r.verdict for r in results])]
     if place is not None:
         _leave_rank(code)
     return int(code)
-
-
-def exit_code(results: list[Result]) -> ExitCode:
-    return _CODES[worst([r.verdict for r in results])]
 
 
 def _measure(options: Options, place: RankPlace | None) -> list[Result]:

@@ -25,6 +25,7 @@ FORMATS = ("table", "json", "csv", "junit", "nccl-tests", *node_check.FORMS)
 # who uses an option; the help of the other probes omits it
 _LOADER, _STEP = ("dataloader",), ("step",)
 _MESSAGES = tuple(name for name in catalog.COLLECTIVES if name != "barrier")
+_SWEEP = (*_MESSAGES, catalog.ALL)
 _COUNT, _NUMBER = Parsed("count", count), Parsed("number", number)
 _COUNTS = Parsed("text", lambda text: [count(word) for word in text.split(",")] if text else [])
 
@@ -95,13 +96,11 @@ class Options:
         "float32", section="what is measured", type=Parsed("text", _dtype), metavar="DTYPE",
         help=f"{', '.join(ITEM_BYTES)} (default float32; on paper bfloat16)",
     )  # fmt: skip
-    min_bytes: int = option(1024, type=byte_size("--min-bytes"), used_by=(*_MESSAGES, catalog.ALL), metavar="SIZE")
+    min_bytes: int = option(1024, type=byte_size("--min-bytes"), used_by=_SWEEP, metavar="SIZE")
     """smallest message (default 1K)"""
-    max_bytes: int = option(
-        64 * 2**20, type=byte_size("--max-bytes"), used_by=(*_MESSAGES, catalog.ALL), metavar="SIZE"
-    )
+    max_bytes: int = option(64 * 2**20, type=byte_size("--max-bytes"), used_by=_SWEEP, metavar="SIZE")
     """largest message (default 64M; with `all` 16M)"""
-    factor: float = option(4.0, type=_NUMBER, used_by=(*_MESSAGES, catalog.ALL), metavar="X")
+    factor: float = option(4.0, type=_NUMBER, used_by=_SWEEP, metavar="X")
     """each size is X times the last (default 4; with `all` and --quick 16)"""
     dataset: str | None = option(used_by=_LOADER, metavar="MODULE:FUNCTION")
     """dataloader: your own dataset"""
