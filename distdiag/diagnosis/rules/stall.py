@@ -515,10 +515,9 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     do = _of_loader(facts, r, workers) if doing == "data" else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
     doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
-    imports = _import(facts, r)
-    otherwise = _DO_IMPORT if imports and doing == "worker" else _advice(facts, states, victim, do)
-    otherwise = filled(_DO_DIED, ranks=ranks) if died else otherwise
-    advice = _open_advice(r, opened) if opened else _DO_GONE if gone else otherwise
+    otherwise = _DO_IMPORT if doing == "worker" and _import(facts, r) else _advice(facts, states, victim, do)
+    thread = filled(_DO_DIED, ranks=ranks) if died else otherwise
+    advice = _open_advice(r, opened) if opened else _DO_GONE if gone else thread
     victims = sorted({v for x in late for v in x.victims})
     key, for_file = doing == "store_key", polled is not None and "exists" in polled[0]
     others = [state for q, state in s.ranks.items() if q not in ranks]
@@ -547,7 +546,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank, at_line),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
         does=does or f"{_subject(ranks, at_line)} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
-        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else imports,
+        loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else _import(facts, r),
         worker=worker_text(r) if doing == "data" else "",
         open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
         died=died, gone=gone,
