@@ -6,12 +6,12 @@ import pytest
 
 from distdiag.diagnosis.model.findings import Where
 from distdiag.terms.activity import ACTIVITIES, by_frame, refined
-from distdiag.tui.panels import where_text
+from distdiag.tui.panels import sites_text
 
 
 @pytest.mark.parametrize("word", ["checkpoint", "device", "waits_for_device", *(a.word for a in ACTIVITIES)])
 def test_the_screen_words_every_activity(word: str) -> None:
-    shown = where_text(Where(3, "/home/me/train.py", 88, "main", word))
+    (shown,) = sites_text([Where(3, "/home/me/train.py", 88, "main", word)], 1)
     assert shown.startswith("rank 3: train.py:88 in main (") and "_" not in shown
     plain = {"stopped", "exited", "killed", "crashed", "finished"}
     assert word in plain or f"({word})" not in shown, "a sentence, not the recorded word"
