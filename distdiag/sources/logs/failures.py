@@ -72,7 +72,8 @@ class Reason:
 def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     """Return (reasons of ranks whose first fact is a failure of their own, failures after a timeout)."""
     waits = first_waits(found)
-    timeouts = [f for f in waits.values() if f.role is Role.WAIT]
+    timed = [f for f in waits.values() if f.role is Role.WAIT and f.who.at is not None]
+    timeouts = {f.who.at[0]: f for f in sorted(timed, key=lambda f: f.who.at or (), reverse=True) if f.who.at}  # by clock
     of_device = {
         f.rank for f in found.facts if f.rank is not None and (known := f.message.meaning) and known.kind == "gpu"
     }
@@ -97,7 +98,7 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
             f.inferred = f.inferred or after
             if f.rank in of_device and meaning.kind != "gpu":
                 continue  # one event: the device failed, and its process with it
-            if any(earlier(wait, f) for wait in timeouts):
+            if any(earlier(wait, f) for wait in timeouts.values()):
                 late.append(f)
                 continue
         _add(reasons, f, meaning, found)

@@ -65,7 +65,7 @@ _RETRIES = bounded(r"(?i:\bretr(?:y|ies|ying)\b|\btry(?:ing)? again\b)")
 _OF_SLURM = bounded(r"slurmstepd: |srun: |CANCELLED")
 # a message by which a program ends, of a logger or a runtime; not a launcher's report of an end
 _FATAL = bounded(
-    r"^(?!.{0,300}(?:distributed[./]elastic|srun: |slurmstepd|return code|exit ?code|ChildFailed)).{0,120}(?:\b(?:ERROR|FATAL|CRITICAL|panicked at|terminate called after|Segmentation fault)\b|\bfailed: )"
+    r"^(?=.{0,120}(?:\b(?:ERROR|FATAL|CRITICAL|panicked at|terminate called after|Segmentation fault)\b|\bfailed: ))(?!.{0,300}(?:distributed[./]elastic|srun: |slurmstepd|return code|exit ?code|ChildFailed))"
 )
 _LOSS = bounded(
     r"(?<!\w)(?:lm |train[_/ ]?)?loss(?:/[\w/]{1,40})?['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))",
@@ -88,6 +88,8 @@ _WELL = (
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
+# one of them is in every line that such a pattern, `_TESTED` or `_DONE` matches: these take long
+_OF_END = bounded(r"(?i:complete|succe|finish|done|passed|reached|runtime|exit|return|shutdown|100%)")
 # a shell's prompt: the command before it is over; one that shows another file, and any other
 _PROMPT = bounded(r"^(?:\S{0,80}\$|\S{1,80}#) (?P<shows>(?:tail|head|cat|zcat|less|grep|sed|awk)\s)?\S")
 _SHOWS = re.compile(rb"(?m)^(?:\S{0,80}\$|\S{1,80}#) (?:tail|head|cat|zcat|less|grep|sed|awk)\s")
@@ -134,7 +136,7 @@ class Later:
     over: dict[Path, tuple[int, str]] = field(default_factory=dict)  # as in `Collected`
     tests: set[Path] = field(default_factory=set)  # files that end with the summary of pytest
     _head: bytes = b""
-    nan: bool = False  # all losses of the file that is read, so far
+    _nan: set[int | None] = field(default_factory=set)  # ranks whose losses in the file that is read are all NaN, so far
 
     def begin(self, path: Path, head: bytes) -> None:
         """Note the time that the begin of a file shows."""
@@ -152,14 +154,14 @@ class Later:
             after: The first line with a failure; None if the file has none: then only its last words count.
         """
         most = LAST if after is None else max(LEAST, min(OF_FILE, self.left // 8))
-        self.nan, before, nth = False, False, 0
+        self._nan, before, nth = set(), False, 0
         started = after is None or self._shown_before(after, tail)  # the whole log is what a shell shows
         for first, block in reversed(tail):
             raws = block.split(b"\n")
             for number, raw in zip(range(first + len(raws) - 1, first - 1, -1), reversed(raws), strict=True):
                 if number <= (after or 0) and not before:  # what came before a failure is asked for its loss only
                     most, before = BEFORE, True
-                if self.nan and most < LAST and self.left > 0:
+                if self._nan and most < LAST and self.left > 0:
                     most, self.left = most + 1, self.left - 1
                 if most <= 0:
                     return
@@ -174,7 +176,8 @@ class Later:
                         key = path, who.rank, who.task
                         if not code:
                             self._said(key, text, before and number < (after or 0))
-                        if _progress(text):
+                        progress = _progress(text)
+                        if progress:
                             self.stepped.add(key)
                         elif key not in self.stepped and _FATAL.search(text) and not (who.mild or _NO_END.search(text)):
                             self.fatal.setdefault(key, (number, PREFIX.sub("", text).strip()))
@@ -183,9 +186,9 @@ class Later:
                         if nth <= FEW and _LAST_ERROR.search(text) and not (who.mild or _NO_END.search(text)):
                             self.errors[path] = number, text.strip(), who
                         if not before and not code:
-                            self._line(path, number, text, who)
+                            self._line(path, number, text, who, progress)
                         elif before:
-                            self._before(path, number, text)
+                            self._before(path, number, text, progress)
                             self._bar(path, number, text, who)
 
     def _shown_before(self, line: int, tail: Sequence[tuple[int, bytes]]) -> bool:
@@ -214,20 +217,19 @@ class Later:
             by_path.pop(path, None)
         self.stepped = {key for key in self.stepped if key[0] != path}
 
-    def _before(self, path: Path, number: int, text: str) -> None:
+    def _before(self, path: Path, number: int, text: str, progress: bool) -> None:
         """Note what a line before the first failure shows: progress, or that the work was done by then."""
-        self.began = self.began or _progress(text)
-        well = any(scope in ("job", "file") and regex.search(text) for scope, regex in _WELL)
-        if _progress(text) or number <= self.restarts.get(path, 0):
+        self.began = self.began or progress
+        if progress or number <= self.restarts.get(path, 0):
             self.over.setdefault(path, (0, ""))
-        elif well:
-            self.over.setdefault(path, (number, PREFIX.sub("", text).strip()))
+        elif path not in self.over and any(scope in ("job", "file") and regex.search(text) for scope, regex in _WELL):
+            self.over[path] = number, PREFIX.sub("", text).strip()
         if _AGENT.search(text) is not None:
             self.well.setdefault((path, "agent"), number)
 
     def _said(self, key: tuple[Path, int | None, int | None], text: str, before: bool) -> None:
         """Keep a line that is no error: the last one of a process, and its last one before a failure, unless it went on after that."""
-        if _NO_PROGRESS.search(text) is None and "File " not in text:
+        if (before or key not in self.said) and _NO_PROGRESS.search(text) is None and "File " not in text:
             self.said.setdefault(key, text)
             if before and _OF_LIBRARY.search(text) is None:
                 self.earlier.setdefault(key, "" if key in self.stepped else text)
@@ -239,19 +241,20 @@ class Later:
         loss.finite |= m[1].lower() != "nan"
         if not loss.finite:
             loss.line, loss.times = number, loss.times + 1
-        self.nan = not all(loss.finite for (of, _), loss in self.loss.items() if of == path)
+        (self._nan.discard if loss.finite else self._nan.add)(who.rank)
 
-    def _line(self, path: Path, number: int, text: str, who: Writer) -> None:
-        for scope, regex in _WELL:
-            if regex.search(text) is not None:
-                self.well.setdefault((path, scope), number)
-        if _TESTED.search(text) is not None:
-            self.tests.add(path)
-        if _DONE.search(text) is not None:
-            self.done.setdefault(path, number)
+    def _line(self, path: Path, number: int, text: str, who: Writer, progress: bool) -> None:
+        if _OF_END.search(text) is not None:
+            for scope, regex in _WELL:
+                if regex.search(text) is not None:
+                    self.well.setdefault((path, scope), number)
+            if _TESTED.search(text) is not None:
+                self.tests.add(path)
+            if _DONE.search(text) is not None:
+                self.done.setdefault(path, number)
         if who.rank is not None and (m := _TOOK.search(text)) is not None:
             self.took.setdefault(who.rank, (float(m["s"]), PREFIX.sub("", text).strip()))
-        if not _progress(text):
+        if not progress:
             return
         self._bar(path, number, text, who)
         if who.at is not None:
@@ -390,9 +393,13 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     final = [f for f in named if not later.went_on(f.path, f.line)]  # the job ended with these, or hung
     over: dict[Path, int] = {}  # the line at which a launcher saw a run end, before the last one
     with_steps = {p for p, _ in later.progress}
+    of_ranks = with_steps & found.of_file.keys()
+    finals: dict[Path, list[int]] = {}
+    for end in final:
+        finals.setdefault(end.path, []).append(end.line)
     for f in (f for f in left if f.role is not Role.STOP):
-        until = min((end.line for end in final if end.path == f.path and end.line >= f.line), default=None)
-        elsewhere = with_steps & found.of_file.keys() - {f.path} if f.path in found.of_file else set()
+        until = min((line for line in finals.get(f.path, ()) if line >= f.line), default=None)
+        elsewhere = of_ranks - {f.path} if not final and f.path in found.of_file else set[Path]()
         progress = elsewhere or later.after(f.path, f.line) or (f.of_host and with_steps)
         f.doubtful = later.went_on(f.path, f.line, until) if final else bool(progress) and not f.uncaught
         if not final and (_others_went_on(f, later, ends) or any(_survived(f.who.at, later, p) for p in elsewhere)):
