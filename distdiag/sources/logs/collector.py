@@ -52,6 +52,7 @@ _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip|name): \[?(?P<value>[\w.:]{1,60})")
 _OF_VERL = bounded(r"_(?P<nth_node>\d{1,6}):(?P<on_node>\d{1,4})$")  # how it names its workers
 _DIGIT = bounded(r"\d+")
+_REPEATED = bounded(r" ?\[repeated (\d{1,7})x across cluster\]")  # by Ray, in the place of equal lines
 _STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
 _NPU_HEAD = bounded(r"\(PID:(?P<pid>\d{1,9}), Device:\d{1,6}, RankID:\d{1,6}\) ERR\d|\bRankID:\d{1,6}\) ERR\d")
@@ -180,6 +181,7 @@ class Collector:
         return facts
 
     def _read_line(self, path: Path, number: int, text: str, who: Writer) -> None:
+        text = _without_count(text, who)
         if text.rstrip().endswith(_GOES_ON):  # the rest is on the next line
             self._begun = f"{text.rstrip()} "
             return
@@ -286,6 +288,8 @@ class Collector:
                     continue  # a panel of rich quotes a sample
                 if row.role in (Role.CAUSE, Role.VICTIM, Role.EXIT) and _mentioned(text[: m.start()], row.role):
                     continue
+                if row.role is Role.CAUSE and PASSES_OVER.search(text) is not None:
+                    continue
                 self._add(row.name, row.role, m.groupdict(), line)
                 if row.role is not Role.FACT:
                     return
@@ -350,6 +354,13 @@ class Collector:
         for line, row in self._table.take(at_end):
             who = Writer(rank=rank_of(row), host=row.get("host", ""), at=time_of(row.get("time", "")))
             self._add("ended", Role.EXIT, row, Line(path, line, "", who, (path,), self._order))
+
+
+def _without_count(text: str, who: Writer) -> str:
+    """Return a line without Ray's count of those that it left out, which its writer gets."""
+    if "x across cluster]" in text and (m := _REPEATED.search(text)) is not None:
+        text, who.repeated = text[: m.start()], int(m[1])
+    return text
 
 
 def _mentioned(before: str, role: Role) -> bool:

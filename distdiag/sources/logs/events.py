@@ -39,6 +39,8 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
     reasons = _of_devices(_of_one_limit(_without_repeats(_of_one_remedy(_of_thread(_of_worker(reasons))))))
     for r in reasons:
         _of_port(r, found)
+        if r.facts[0].name == "thread_limit" and (limits := found.named("process_limit")):
+            r.after += f"; the limit there (RLIMIT_NPROC, `ulimit -u`) is {limits[0].number('limit') or 0:,}"
         if r.facts[0].name == "nccl_host" and (limits := found.named("locked_memory")):
             r.after += f"; UCX reports the limit of locked memory there: {limits[0].fields['what']}"
         _of_module(r, found.named("port_module"))

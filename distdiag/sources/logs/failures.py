@@ -73,7 +73,9 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     """Return (reasons of ranks whose first fact is a failure of their own, failures after a timeout)."""
     waits = first_waits(found)
     timed = [f for f in waits.values() if f.role is Role.WAIT and f.who.at is not None]
-    timeouts = {f.who.at[0]: f for f in sorted(timed, key=lambda f: f.who.at or (), reverse=True) if f.who.at}  # by clock
+    timeouts = {
+        f.who.at[0]: f for f in sorted(timed, key=lambda f: f.who.at or (), reverse=True) if f.who.at
+    }  # by clock
     of_device = {
         f.rank for f in found.facts if f.rank is not None and (known := f.message.meaning) and known.kind == "gpu"
     }
@@ -327,11 +329,14 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
 
 
 def _whose_numbers(r: Reason) -> str:
-    """Return whose message the text quotes, if those of the other ranks have other numbers; addresses do not count."""
+    """Return whose message the text quotes, if those of other ranks have other numbers, besides addresses; and how often Ray has it."""
     first = r.facts[0]
+    repeated = sum(f.who.repeated for f in r.facts)
+    lines = verb(range(repeated), "line", "lines")
+    count = f"; Ray counts {repeated:,} more such {lines}, most likely of other processes" if repeated else ""
     texts = {_ADDRESS.sub("", text_of(f, r.meaning)) for f in r.facts if f.name == "exception" and f.rank in r.ranks}
     quoted = first.name == "exception" and first.rank is not None and text_of(first, r.meaning) == r.text
-    return f"; the numbers are those of rank {first.rank}" if quoted and len(r.ranks) > 1 < len(texts) else ""
+    return f"; the numbers are those of rank {first.rank}{count}" if quoted and len(r.ranks) > 1 < len(texts) else count
 
 
 def _followed(r: Reason, found: Collected, waited: Mapping[int, Fact], others: Sequence[int]) -> str:
@@ -354,11 +359,15 @@ def _only_stuck(found: Collected, waiting: Sequence[int]) -> list[int]:
 
 
 def _advice(r: Reason, found: Collected) -> str:
-    """Return what to do; where nothing more is known than that it is all ranks of one host, and no others: compare the hosts."""
+    """Return what to do, with the port or interface that the line names; where nothing more is known than that it is all ranks of one host, and no others: compare the hosts."""
     named = (*found.on_host.items(), *found.of_label.items())
     hosts = [host for host, ranks in named if ranks == r.ranks]
     others = any(ranks and ranks.isdisjoint(r.ranks) for _, ranks in named)
     apart = r.advice == meanings.SAME_EVERYWHERE and hosts and others
+    known = r.facts[0].message.meaning if r.facts else None
+    if known is not None and r.advice == known.advice and "{" in known.advice:
+        port = f" 'sport = :{r.facts[0].fields['port']}'" if r.facts[0].fields.get("port") else ""
+        return known.advice.format_map(Fields(r.facts[0].fields | {"of_port": port}))
     return meanings.OF_ONE_HOST.format(host=hosts[0]) if apart else r.advice
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from distdiag.diagnosis.known_errors import FULL_DISK, OTHER_DRIVER
+from distdiag.diagnosis.known_errors import FULL_DISK, OTHER_DRIVER, remedy
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs.build import some
@@ -61,6 +61,8 @@ REPORTS: Mapping[str, Report] = MappingProxyType({
     "nvml": Report("NVML", "it cannot use the GPUs ({nvml}), as in a container that lost its access to them",
         "delete the pod or container and create it again: a restart inside it does not help, and the GPUs are most often healthy (`nvidia-smi` on the node); systemd takes them away when it reloads: use CDI, a newer nvidia-container-toolkit, or links to the devices in /dev/char",
         bounded(_OF_DRIVER), lasts=True),
+    "fabric": Report("CUDA", "the GPUs cannot be used, as the NVSwitch fabric is not set up ({fabric})", remedy("system not yet initialized", ""),
+        bounded(r"(?i:\bcuda|\bgpus?\b|nccl|nvidia|accelerator|\bdevice|without an exception in the log)"), waits=True, lasts=True),
     "evicted": Report("the kernel", "the file system's server {evicted} has evicted this client: what was in progress failed",
         "ask who runs that file system, and drain the node if it comes back (its network, the server's load); a file that was being written is not whole: resume from the checkpoint before it",
         _OF_FILES, waits=True),

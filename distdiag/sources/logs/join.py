@@ -31,6 +31,7 @@ _DOCKER = "172.17.0.1"  # of its bridge, unless it is configured otherwise
 _BRIDGE = bounded(r"docker|veth|br-[0-9a-f]{12}|virbr")  # interfaces for the containers or virtual machines of one host
 _INSIDE = bounded(r"127\.|169\.254\.|::1$|fe80:")  # addresses that are not of the network
 _UNREACHED = bounded(r"refused|No route|unreachable|timed out")
+_NPU = bounded(r"\bnpu:(?P<npu>\d{1,4})\b|\b[Dd]evice(?:[ _]?[Ii][Dd])?[ :=\[]{1,3}(?P<device>\d{1,4})\b")
 _FUNCTION = bounded(r"\.\d$")  # of a PCI device
 _NUMBER = bounded(r"\d{1,6}")
 
@@ -70,14 +71,11 @@ def join(found: Collected) -> Collected:
     for f in found.facts:
         if f.role is Role.EXIT and f.rank is not None and (host := f.fields.get("host")):
             found.on_host.setdefault(host, set()).add(f.rank)
-    for f in found.named("store_connect"):
-        _why_unreached(found, f)
-    for f in found.named("clients"):
-        _of_announced(found, f)
     for name in ("ib", "efa", "closed"):
         _of_one_host(found, name)
-    for f in found.named("closed"):
-        _of_interface(found, f)
+    for name, add in _MORE.items():
+        for f in found.named(name):
+            add(found, f)
     ended = {f.fields["pid"]: f.fields["local"] for f in found.facts if {"pid", "local"} <= f.fields.keys()}
     for f in found.facts:
         if f.rank is None and not f.who.process and (local := ended.get(f.fields.get("pid", ""))) is not None:
@@ -237,6 +235,15 @@ def _of_interface(found: Collected, f: Fact) -> None:
         f.fields["where"] = f"on {', '.join(hosts[:3])}" if hosts else "on the host that has this address"
 
 
+def _of_setting(found: Collected, f: Fact) -> None:
+    """Add to a host without an interface the name that it was told to use."""
+    f.fields.setdefault("dev", found.settings.get(f.who.host, {}).get("NCCL_SOCKET_IFNAME", "of that name"))
+
+
+# what is added to the facts of a name
+_MORE = {"store_connect": _why_unreached, "clients": _of_announced, "closed": _of_interface, "no_interface": _of_setting}  # fmt: skip
+
+
 def _numbered(found: Collected) -> set[str]:
     """Return the forms of launchers' labels whose number is the rank: each label of that form with known ranks has that one rank."""
     forms: dict[str, set[bool]] = {}
@@ -272,6 +279,8 @@ def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | No
     known = found.rank_of.get((who.process, who.host)) if who.process else found.rank_of.get((f.path, who.local))
     if known is None and who.pid is not None:
         known = found.rank_of.get(who.pid)
+    if known is None and (m := _NPU.search(f.text)) is not None:
+        known = found.rank_of.get(("npu", m["npu"] or m["device"]))
     return of_file.get(f.path) if known is None else known
 
 

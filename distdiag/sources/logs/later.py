@@ -28,6 +28,7 @@ OWN_LINES, NAMELESS, OTHERS = (1, 3, 20)
 # steps of one process after which nothing from before them is in flight: a rank goes on without the others until its next collective,
 # at most to the end of its accumulated gradients or of the kernels that its host has queued
 MANY_STEPS = 100
+SURVIVED = 3  # different exceptions that end their programs, and not the job
 FEW = 3  # lines of progress by which its pace is known; equal lines that are a monitor's
 MOST_WITHOUT_TIME = 64  # lines at the begin of a file
 # a job that goes on for so long after an event of its node has survived it; a timeout that follows from one is reported no later
@@ -46,6 +47,7 @@ _PROGRESS = bounded(
 _STEP = bounded(
     r"^(?=.{0,999}\b(?:loss|lr|grad))(?!.{0,999}\b(?i:eval|valid|test)).{0,999}?(?:\b(?:global_)?(?:[Ss]teps?|[Ii]t(?:er(?:ation)?s?)?)\b\W{0,12}(?P<step>\d{1,9})|[\[ |](?P<bar>\d{1,9})/\d{1,9}(?:\]| \[\d))"
 )
+_SHOWN = bounded(r"\D{0,30}\d{1,12}(?:\D{1,40}\d{1,12})?")  # how far it is
 _NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
 _OF_LIBRARY = bounded(
     r"NCCL INFO|\.(?:cpp|cc):\d|Missing ranks:|/site-packages/|WARN|[Ww]arning\b|OMP_NUM_THREADS"
@@ -59,7 +61,7 @@ _LAST_ERROR = bounded(
     + r"))(?:\[[^\]]*\]:? ?){0,3}(?:[A-Za-z_][\w.]{0,80}(?:Error|Exception)(?:: |$)|(?!wandb)[a-z][\w./-]{0,60}(?:\[\d+\])?: (?:fatal |internal )?(?i:error|fatal)\b)"
 )
 _NO_END = bounded(
-    r"(?i:\bretr(?:y|ies|ying)\b|\bignor|\bwarn|\bskip|\b(?:no|0) errors?\b|error_|['\"][^'\"]{0,60}error)"
+    r"(?i:\bretr(?:y|ies|ying)\b|\bignor|\bwarn|\bskip|\bfalling back\b|\b(?:no|0) errors?\b|error_|['\"][^'\"]{0,60}error)"
 )
 _RETRIES = bounded(r"(?i:\bretr(?:y|ies|ying)\b|\btry(?:ing)? again\b)")
 _OF_SLURM = bounded(r"slurmstepd: |srun: |CANCELLED")
@@ -110,6 +112,7 @@ class Later:
 
     Attributes:
         progress: Negative numbers of lines with progress, by file and process; those of all processes with None.
+        moved: (negative number of a line, its step) of each file, where that differs from the next one's: of ranks it does not.
         steps: (negative number of a line, training step that it shows) of each file and process.
         well: Last lines by (file, what they speak of) that say that it ended well.
         done: The last line of each file that says no more than that something is done.
@@ -117,6 +120,7 @@ class Later:
     """
 
     progress: dict[tuple[Path, object], list[int]] = field(default_factory=dict)
+    moved: dict[Path, list[tuple[int, str]]] = field(default_factory=dict)
     steps: dict[Path, dict[object, list[tuple[int, int]]]] = field(default_factory=dict)
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
     done: dict[Path, int] = field(default_factory=dict)
@@ -136,7 +140,9 @@ class Later:
     over: dict[Path, tuple[int, str]] = field(default_factory=dict)  # as in `Collected`
     tests: set[Path] = field(default_factory=set)  # files that end with the summary of pytest
     _head: bytes = b""
-    _nan: set[int | None] = field(default_factory=set)  # ranks whose losses in the file that is read are all NaN, so far
+    _nan: set[int | None] = field(
+        default_factory=set
+    )  # ranks whose losses in the file that is read are all NaN, so far
 
     def begin(self, path: Path, head: bytes) -> None:
         """Note the time that the begin of a file shows."""
@@ -257,6 +263,11 @@ class Later:
         if not progress:
             return
         self._bar(path, number, text, who)
+        m = _PROGRESS.search(text)
+        shown = m is not None and (at := _SHOWN.match(text, m.start())) and at[0]
+        moved = self.moved.setdefault(path, [])
+        if shown and (not moved or moved[-1][1] != shown):
+            moved.append((-number, shown))
         if who.at is not None:
             self.times.setdefault(path, []).append(who.at)
         names = _names(who, who.rank)
@@ -382,6 +393,7 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     ends = _Ends(facts, later)
     job = any(scope == "job" and not ends.after(path, line) for (path, scope), line in later.well.items())
     past = {id(f) for f in facts if job or _ended_well(f, later, ends) or _went_on(f, later, ends)}
+    past |= _of_programs(facts, later)
     own = _logs_of_nodes(found, later, facts)
     for f in (f for f in facts if f.path in own):
         f.of_host = True
@@ -420,6 +432,27 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     for f in (f for f in facts if id(f) in past):
         f.doubtful = not later.went_on(f.path, f.line) and not any(_survived(f.at, later, p) for p in later.times)
     return [f for f in found.facts if id(f) not in past], [f for f in facts if id(f) in past]
+
+
+def _of_programs(facts: Sequence[Fact], later: Later) -> set[int]:
+    """Return the exceptions of programs that the job runs, as its tasks or tests, where each may end by an exception.
+
+    No process of the job has their number: it comes further between different ones, and after them. Ranks that fail one after
+    another leave the others in the same step.
+    """
+    raised: dict[Path, list[Fact]] = {}
+    for f in facts:
+        if f.name == "exception" and f.uncaught and not _names(f.who, f.rank)[0][0]:
+            raised.setdefault(f.path, []).append(f)
+    out = set[int]()
+    for path, own in raised.items():
+        moved = [-line for line, _ in later.moved.get(path, ())]
+        ends = [*(f.line for f in own[1:]), MAX_INT]
+        lasted = [f for f, end in zip(own, ends, strict=True) if any(f.line < line < end for line in moved)]
+        lasted += [f for f in own if later.went_on(path, f.line)]
+        if len({(f.fields["type"], f.site) for f in lasted}) >= SURVIVED:
+            out |= {id(f) for f in lasted}
+    return out
 
 
 def name_shared_stores(found: Collected, later: Later) -> None:

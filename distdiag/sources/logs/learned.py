@@ -104,6 +104,12 @@ class Learned:
     def world(self, of: Of, line: Line) -> None:
         self._size(0, int(of["world"]), Writer())
 
+    def npu(self, of: Of, line: Line) -> None:
+        """Note whose device it is: one of several nodes has several ranks, and then none."""
+        rank = _int(of["r"]) if "r" in of else line.who.rank
+        if rank is not None and is_rank(rank):
+            self.found.is_rank_of(("npu", of["device"]), rank)
+
     def joined(self, of: Of, line: Line) -> None:
         self.found.joined |= set(filter(is_rank, [_int(of["r"])]))
 

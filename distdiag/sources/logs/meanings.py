@@ -76,6 +76,7 @@ SIGNALS: Mapping[str, str] = MappingProxyType({
     "SIGILL": "the binary is built for a different CPU from this node's",
     "SIGFPE": "a division by zero in native code: run with faulthandler",
 })  # fmt: skip
+STOPS_EARLY = "let one rank decide when the training stops early, and tell all (all_reduce or broadcast of a flag, before each rank leaves the loop): {who} may have left it alone; else "
 GOES_FIRST = (
     "do that work once before the job starts (download, tokenize, cache), or give the process group a longer timeout (timeout= of "
     "init_process_group, InitProcessGroupKwargs, ddp_timeout); if it takes seconds as a rule, see why {who} did not leave {where}"

@@ -330,7 +330,7 @@ def _settings(found: Collected) -> str:
     hosts = sorted(found.settings.keys() | found.interfaces.keys())
     of_host = {
         key: {h: found.settings.get(h, {}).get(key, "not shown") for h in hosts}
-        for key in sorted({key for s in found.settings.values() for key in s})
+        for key in sorted({key for s in found.settings.values() for key in s} - {"NCCL_SOCKET_IFNAME"})
     }
     texts = [
         f"{key} is {some([f'{value} on {h}' for h, value in values.items()])}"

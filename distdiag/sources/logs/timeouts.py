@@ -38,6 +38,7 @@ PATH = (
 # what the last line of a late rank shows of its work
 _DID = (
     (bounded(r"(?i:\b(?:sav(?:e|ing)|checkpoint|upload)|safetensors\b|\.(?:pt|ckpt|distcp)\b)"), meanings.SAVING),
+    (bounded(r"(?i:\bearly[ _-]?stop)"), meanings.STOPS_EARLY),
     (bounded(r"AUTOTUNE\b|torch[._/]_?(?:dynamo|inductor)\b|(?i:compil(?:ing|ation))\b"), meanings.COMPILING),
 )
 

@@ -31,6 +31,8 @@ _OUTERMOST = ("<module>", "_run_module_as_main")
 _SESSIONS = ("<stdin>", "<console>", "<python-input-")  # of a person, or quoted: no launcher starts a rank so
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _PIPE = "/multiprocessing/connection.py"  # its other end was closed: by a process that ended
+_STARTS = ("/threading.py", "/multiprocessing/popen_fork.py", "/subprocess.py")  # of threads and processes
+_NO_MORE = bounded(r"can't start new thread|Resource temporarily unavailable")
 _SPAWNS = "the process that spawns the ranks"
 # frames of processes that start ranks, and are none
 _LAUNCHERS = {
@@ -333,12 +335,14 @@ class Tracebacks:
                 return self._add(row.name, row.role, f.groupdict(), line)
         short = m["type"].rpartition(".")[2]
         if (
-            not (innermost or _HOOK.search(text[: m.start("type")]))
+            not (innermost or (_HOOK.search(text[: m.start("type")]) and not PASSES_OVER.search(text)))
             or short in FOLLOWERS
             or m["type"].endswith("Warning")
         ):
             return None
         name, role = "exception", Role.CAUSE
+        if innermost.endswith(_STARTS) and _NO_MORE.search(text) is not None:
+            return self._add("thread_limit", role, {"what": f"{short}: {m['what']}"}, line)
         if short in ("DistBackendError", "DistNetworkError") or OF_OTHERS.search(text) is not None:
             name, role = "dist_error", Role.VICTIM
         elif short == "TimeoutError" and innermost.endswith(AWAITS_WORKERS):

@@ -198,7 +198,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
         own = [r for r in own if not failures.only_reports(r)]
     ends = exits.joined(own, ends)
     own += exits.with_a_reason(ends)
-    codes = [r for r in ends if r not in own]
+    codes = hosts.explained([r for r in ends if r not in own], found)
     shown = [*reported, *(failures.of_reason(r, found, waited) for r in own[:MAX_FINDINGS])][:MAX_FINDINGS]
     follow = bool(own) and not reported and all(map(failures.follows, own))
     if shown and not follow:

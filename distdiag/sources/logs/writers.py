@@ -47,7 +47,7 @@ _STERN = bounded(r"^(?P<pod>[a-z][\w.-]{0,250}-\w{1,20}) [\w.-]{1,63} (?=\d{4}-\
 # what pdsh, kubectl or a script puts in front of every line: the name of a node or worker, which ends in a number or a letter
 _SKY = bounded(r"^\((?P<node>[A-Za-z][\w.-]{0,60}), rank=\d{1,6}, pid=\d{1,9}[^)]{0,60}\) ")
 _LABEL_FIRST = bounded(
-    r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})(?::\d{{1,6}}\]:|\])|(?P<colon>{0}):|(?P<pipe>{0}) {{1,40}}\|)(?: |$)".format(
+    r"^\s?(?:\((?P<round>{0})\)|\[(?P<square>{0})(?::\d{{1,6}}\]:|\])|(?P<colon>{0}):|(?P<pipe>p\d{{1,6}}/\d{{1,6}}|{0}) {{1,40}}\|)(?: |$)".format(
         r"(?!(?i:rank|step|epoch|iter\w*|loss|layer|gpu\W|cuda|mlx\w*|line|try|attempt|test|phase|level|block|default|none)\W?\d)"
         r"(?!\d{1,9}(?:\.\d{1,9})?\b(?!\.)|[A-Z]{1,3}\d{3,9}\b)[A-Za-z\d][\w.]{0,60}(?:-[\w.]{1,60}){0,9}(?<=\d)|[A-Za-z]\w{0,40}-[a-z]"
     )
@@ -109,6 +109,7 @@ class Writer:
     pid: int | None = None
     at: tuple[str, float] | None = None
     loose: bool = False  # torch has not written its rank: it may be a node's, in front of each line of a launcher
+    repeated: int = 0  # lines equal to this one, of other processes, that Ray left out
     mild: bool = False  # torch itself logs it as info or warning
     by_torchrun: bool = False  # the prefix is torchrun's
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.known_errors import FULL_SHM
+from distdiag.diagnosis.known_errors import FULL_SHM, remedy
 from distdiag.sources.logs.message import C, E, F, H, Meaning, message
 
 MESSAGES = (
@@ -15,6 +15,7 @@ MESSAGES = (
     message("host_report", H, ("Driver/library version mismatch", r"NVML: (?P<driver>Driver/library version mismatch)"),
        ("API mismatch", r"NVRM: (?P<driver>API mismatch: the client has (?:the )?version [\w.]{1,40})"),
        ("initialize NVML: Unknown Error", r"Failed to initialize NVML: (?P<nvml>Unknown Error)"),
+       ("system not yet initialized", r"CUDA initialization: .{0,400}\b(?P<fabric>Error 802: system not yet initialized)"),
        ("IO_PAGE_FAULT", r"(?:nvidia|amdgpu) (?P<iommu>[\da-f:.]{7,12}): AMD-Vi: Event logged \[IO_PAGE_FAULT"),
        ("IO_PAGE_FAULT", r"AMD-Vi: Event logged \[IO_PAGE_FAULT device=(?P<iommu>(?P<device>[\da-f:.]{7,12}))"),
        ("DMAR: ", r"DMAR: \[DMA (?:Read|Write).{0,40}\] Request device \[(?P<iommu>(?P<device>[\da-f:.]{7,12}))\].{0,40} fault addr"),
@@ -48,6 +49,12 @@ MESSAGES = (
        meaning=Meaning("rank_lost", "crashed", "could not compile: {what}", "what is compiled while the job runs (Triton's kernels, extensions) needs a compiler and its headers on every host: install what is missing there (Python.h: python3-dev; cuda.h: the CUDA toolkit), or use one image for all; its first `error:` says what"), of_program=True, once="job"),
     message("nccl_host", C, ("all to ", r"(?:NCCL WARN |^(?:\[[^\]]{0,60}\]:? ?){0,3})(?P<what>Call to (?:ibv_(?:reg_mr|create|alloc)\w*|pthread_create|posix_memalign|mmap) failed.{0,100})"),
        meaning=Meaning("rank_lost", "crashed", "failed in NCCL by an error of the host itself: {what}", "see the limits of the job there (`ulimit -a`) and `dmesg -T`: a call to the system or to the RDMA driver failed, not a connection"), own=True, by_text=True),
+    message("thread_limit", C, ("blas_thread_init", r"(?P<what>OpenBLAS blas_thread_init: pthread_create failed)"),
+       ("Thread creation failed", r"(?P<what>libgomp: Thread creation failed: .{1,60})"),
+       ("OMP: System error", r"(?P<what>OMP: System error #11: .{1,60})"),
+       ("temporarily unavailable", r"(?:what\(\):\s+|\bfork: )(?P<what>Resource temporarily unavailable)"),
+       meaning=Meaning("rank_lost", "crashed", "could not start a thread or process: {what}", remedy("can't start new thread", "")), own=True),
+    message("process_limit", H, ("RLIMIT_NPROC", r"\bRLIMIT_NPROC (?P<limit>\d{1,9}) current")),
     message("locked_memory", H, ("max locked memory", r"set max locked memory .{0,60}\((?P<what>current: [^)]{1,40})\)")),
     message("shm_full", C, ("creating shared memory segment", r"(?:NCCL WARN |^(?:\[[^\]]{0,60}\]:? ?){0,3})Error while creating shared memory segment"),
        ("insufficient shared memory", r"insufficient shared memory \(shm\)"),

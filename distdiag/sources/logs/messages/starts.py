@@ -48,7 +48,7 @@ MESSAGES = (
     message("port_in_use", C, ("server socket has failed to listen", r"(?:The )?server socket has failed to listen on any local network address(?:(?:\. port: |.{0,120}?to bind to \S{1,60}:)(?P<port>\d{1,5}))?"),
        ("and specific port[", r"listen on ip\[\S{1,60}\] and specific port\[(?P<port>\d+)\] fail"),
        ("EADDRINUSE", r"EADDRINUSE"),
-       meaning=Meaning("rank_lost", "crashed", "could not listen: {port} is in use", TAKEN_PORT), of_program=True, by_left=True),
+       meaning=Meaning("rank_lost", "crashed", "could not listen: {port} is in use", TAKEN_PORT.replace("ss -ltnp", "ss -ltnp{of_port}")), of_program=True, by_left=True),
     message("loopback", H, ("Using the loopback address", r"Unable to resolve hostname to a .{0,9}address\. Using the loopback address")),
     message("full_mesh", S, ("connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?:\[[^\]\s]{0,160}:\d{1,6}\] )?(?P<reason>.*?(?:,? remote=\[(?P<peer>[^\]\s]{1,253})\].*)?)$"), unstarted=True),
 )  # fmt: skip
