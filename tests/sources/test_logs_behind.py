@@ -112,7 +112,7 @@ def program(nth: int, what: str) -> str:
 ERRORS = ("KeyError: 7", "IndexError: list index out of range", "ZeroDivisionError: division by zero", "TypeError: no")
 
 
-@pytest.mark.parametrize("steps", [1, 30])
+@pytest.mark.parametrize("steps", [1, 300])  # more than the end that is read for progress
 def test_errors_of_programs_that_the_job_runs_are_none_of_its_own(tmp_path: Path, steps: int) -> None:
     work = [
         program(n, e) + "".join(f"step {steps * n + i} reward 0.5\n" for i in range(steps))
