@@ -119,7 +119,9 @@ def command(
     shape = _size(size)
     path = rundir.resolve(run)
     explicit_attempt = run is not None and Path(run).name.startswith("attempt_")
-    notes = [f"note: {note}" for note in (notes_on_latest(path) if path.is_symlink() else ())]
+    newer = rundir.newer_launch(path)
+    others = notes_on_latest(path) if path.is_symlink() else ()
+    notes = [f"note: {note}" for note in (*([newer[1]] if newer is not None else ()), *others)]
     if once:
         for note in notes:
             say(note, err=True)
