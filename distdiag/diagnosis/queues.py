@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from distdiag.diagnosis.model import syntax
-from distdiag.diagnosis.model.guards import GuardKind, on_stack
+from distdiag.diagnosis.model.guards import Guard, GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import RankState, Site
 from distdiag.diagnosis.model.syntax import Source
 
@@ -26,9 +26,7 @@ class Filled(NamedTuple):
 
 def filled_by(late: RankState, waiting: Iterable[RankState], source: Source) -> Filled | None:
     """Return who fills the queue that a rank waits for: ranks that are in a function with `NAME.put(…)`; None if it fills it itself."""
-    line = syntax.statement_at(late.current_site, source)
-    gets = [of for _, of in _calls(line, _GETS)]
-    name = syntax.name_of(gets[0]) if len(gets) == 1 else ""
+    name = _waited_for(late, source)
     if not name or next(_puts(name, late.user_stack, source), None) is not None:
         return None
     found = {r.rank: site for r in waiting if (site := next(_puts(name, r.user_stack, source), None)) is not None}
@@ -38,6 +36,27 @@ def filled_by(late: RankState, waiting: Iterable[RankState], source: Source) -> 
     guards = (x for x in reversed(on_stack((put,), source)) if x.kind in (GuardKind.PASSED, GuardKind.HOLDS))
     past = next((guard for guard in guards if guard.test is not None), None)
     return Filled(name, sorted(found), put, *((past.text, past.place) if past is not None else ("", None)))
+
+
+def filled_elsewhere(late: RankState, source: Source) -> tuple[Site, Guard | None] | None:
+    """Return (the line of the file that fills the queue which a rank waits for, a handler around it that ends it quietly); None if
+    the rank itself fills it, or no one line does. In a thread that has ended so nothing fills it any more."""
+    name, site = _waited_for(late, source), late.current_site
+    tree = syntax.tree_of(site.file, source) if site is not None else None
+    if site is None or tree is None or not name or next(_puts(name, late.user_stack, source), None) is not None:
+        return None
+    lines = [at for at, of in _calls(tree, _PUTS) if syntax.name_of(of) == name]
+    functions = {f for at in lines if (f := syntax.function(tree, at)) is not None}
+    if len(functions) != 1:
+        return None
+    put = Site(site.file, lines[0], functions.pop().name)
+    return put, next((x for x in on_stack((put,), source) if isinstance(x.node, ast.ExceptHandler)), None)
+
+
+def _waited_for(late: RankState, source: Source) -> str:
+    """Return the name of the queue that a rank takes from; empty if its line takes from none, or from several."""
+    gets = [of for _, of in _calls(syntax.statement_at(late.current_site, source), _GETS)]
+    return syntax.name_of(gets[0]) if len(gets) == 1 else ""
 
 
 def _puts(name: str, stack: Sequence[Site], source: Source) -> Iterator[Site]:

@@ -21,7 +21,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.guards import GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
-from distdiag.diagnosis.model.syntax import line_at
+from distdiag.diagnosis.model.syntax import Source, line_at
 from distdiag.diagnosis.polled import (
     behind,
     caught_around,
@@ -32,7 +32,7 @@ from distdiag.diagnosis.polled import (
     nobody_sets,
     polled_loop,
 )
-from distdiag.diagnosis.queues import filled_by
+from distdiag.diagnosis.queues import filled_by, filled_elsewhere
 from distdiag.diagnosis.text.conditions import conditions_text, decision_advice, kept_text, left_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import (
@@ -470,6 +470,10 @@ _DO_IMPORT = (
 _DO_LEFT = "let all ranks leave that loop in the same round: let them decide together when it ends (all_reduce a flag)"
 _DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
 _DO_POLL_FILE = f"{_DO_POLL}; or it makes another file: compare the path on the ranks"
+_DO_POLL_GONE = (
+    "find who should remove the file that `{loop}` tests: a lock file stays if its process was killed; look at its age and its "
+    "owner, remove it if that has gone, and lock with `fcntl.flock`, which ends with its process"
+)
 _LEFT_OUT = (
     "{culprits} may have left out what {victims} {victims:%s} for, at `{why}`{at_why}; {victims} {victims:is|are} in %s"
     "`{text}`{at_text}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}"
@@ -530,7 +534,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         if why is not None and len(victims) == 1 and len(victims) + len(ranks) == len(s.ranks):
             return _polled_for(facts, victims[0], ranks, polled, why, first)
         if polled is not None:
-            advice = filled(_DO_POLL_FILE if for_file else _DO_POLL, loop=polled[0])
+            advice = _of_loop(polled[0])
             advice += f", at `{why[0]}`{at(why[1])}" if why is not None else ""
     # of a message each rank makes another half: which it has left out is not known
     left = [] if call.p2p else paths.left_loop(r.user_stack, victim.user_stack, facts.source)
@@ -553,7 +557,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
         usual=f" (its longest so far: {rough_duration(r.longest_delay_s)})" if r.longest_delay_s > 0.5 else "",
-        cost=_cost(s.world_size, victims, ranks, sure=bool(key or for_file or fed), waits=doing in ("socket", "queue")),
+        cost=_cost(s.world_size, victims, ranks, sure=bool(key or for_file or does), waits=doing in ("socket", "queue")),
         do=advice,
     )  # fmt: skip
 
@@ -588,10 +592,27 @@ def _of_queue(facts: Facts, r: RankState, victims: Sequence[int]) -> tuple[str, 
     """Return (advice, what a rank does) if the ranks that wait for it fill the queue that it waits for; empty if not."""
     fed = filled_by(r, (facts.snapshot.ranks[v] for v in victims), facts.source)
     if fed is None:
-        return "", ""
+        return _filler_text(r, facts.source), ""
     skip = f": `{fed.condition}`{at(fed.condition_at)} leads past it" if fed.condition else ""
     do = filled(_DO_FED, name=fed.name, fillers=fed.ranks, put=fed.put, ranks=[r.rank], skip=skip)
     return do, filled(_FED, name=fed.name, fillers=fed.ranks, put=fed.put, site=r.current_site)
+
+
+def _of_loop(loop: str) -> str:
+    """Return what to do about a loop that polls: for a file to be made, for one to vanish, or for anything else."""
+    row = _DO_POLL if "exists" not in loop else _DO_POLL_FILE if "not " in loop else _DO_POLL_GONE
+    return filled(row, loop=loop)
+
+
+def _filler_text(r: RankState, source: Source) -> str:
+    """Return what to do about a queue that another thread or process fills; empty if it is not known where."""
+    if (found := filled_elsewhere(r, source)) is None:
+        return ""
+    put, quiet = found
+    handler = (
+        f": `{quiet.text}`{at(quiet.place)} catches what ends it, so let it pass that on" if quiet is not None else ""
+    )
+    return f"see whether what fills that queue{at(put)} still runs{handler}; wait in the queue with a time limit"
 
 
 def _polled_for(

@@ -611,3 +611,44 @@ def test_a_queue_that_only_the_waiting_ranks_fill_is_a_cycle(text: str, cycle: b
     fills = "the queue `inbox`, which rank 0 fills at rl.py:5 in actor, and this waits for it in turn: a cycle, unless"
     assert (fills in f.message) is cycle and f.cost == ("the job makes no progress" if cycle else "every rank waits")
     assert ("`inbox.put(…)` at rl.py:5 in actor: `if short` at rl.py:3" in (f.advice or "")) is cycle
+
+
+PRODUCER = """class Producer(Thread):
+    def run(self):
+        try:
+            for path in self.paths:
+                self.q.put(load(path))
+        except Exception as e:
+            log.warning("stopped: %s", e)
+
+class Batches:
+    def __next__(self):
+        return self.q.get()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "put", "handler"),
+    [
+        (PRODUCER, True, True),
+        (PRODUCER.replace('log.warning("stopped: %s", e)', "raise"), True, False),
+        (PRODUCER.replace("self.q.put", "self.out.put"), False, False),
+        (PRODUCER + "\ndef stop(self):\n    self.q.put(None)\n", False, False),
+    ],
+    ids=["quiet", "raises", "another queue", "two places"],
+)
+def test_what_fills_the_queue_that_a_rank_waits_for_may_have_ended(text: str, put: bool, handler: bool) -> None:
+    get = Site("/job/data.py", 11, "__next__")
+    s = waits_for_rank_one(20.0, 100.0, activity="queue", current_site=get, user_stack=(get,))
+    f = only(findings(s, stall, source={get.file: text}.get))
+    assert ("whether what fills that queue at data.py:5 in run still runs" in f.advice) is put
+    assert ("`except Exception as e` at data.py:6 in run catches what ends it" in f.advice) is handler
+
+
+@pytest.mark.parametrize(("test", "gone"), [("os.path.exists(lock)", True), ("not lock.exists()", False)])
+def test_a_file_that_a_rank_waits_to_vanish_may_be_a_lock_of_a_killed_process(test: str, gone: bool) -> None:
+    nap = Site("/job/build.py", 2, "wait")
+    s = waits_for_rank_one(20.0, 100.0, activity="sleep", current_site=nap, user_stack=(nap,))
+    f = only(findings(s, stall, source={nap.file: f"while {test}:\n    time.sleep(1)\n"}.get))
+    assert ("a lock file stays if its process was killed" in f.advice) is gone
+    assert ("compare the path on the ranks" in f.advice) is not gone
