@@ -12,10 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import distdiag
 from distdiag.errors import DistdiagError
-from distdiag.recorder import Handle, start_monitor
-from distdiag.terms.units import parse_keep
 from distdiag.train.batches import (
     BatchedInput,
     Share,
@@ -40,6 +37,7 @@ from distdiag.train.models import build_model, count_parameters
 from distdiag.train.precision import autocast, resolve_amp, why_amp
 from distdiag.train.progress import Progress
 from distdiag.train.ranks import Ranks, join_ranks
+from distdiag.train.recording import Recording, start_recording
 from distdiag.train.shared_memory import SharedPixels, TensorImages
 from distdiag.train.strategies import build_strategy
 from distdiag.train.strategies.base import Setup, Strategy
@@ -51,7 +49,7 @@ def train(config: TrainConfig) -> None:
     Raises:
         DistdiagError: bad input; the same error on every rank.
     """
-    recorder = _start_recording(config)
+    recorder = start_recording(config)
     try:
         ranks = join_ranks(config)
         Training(config, ranks, recorder).run()
@@ -62,17 +60,8 @@ def train(config: TrainConfig) -> None:
     recorder.detach()
 
 
-def _start_recording(config: TrainConfig) -> Handle:
-    """Attach the recorder, before `init_process_group`, so that groups are recorded; without `--monitor` return a handle of nothing."""
-    if not config.monitor:
-        return Handle(None)
-    if config.keep:
-        start_monitor.options = start_monitor.Options(keep_bytes=parse_keep(config.keep))
-    return distdiag.attach(config.run_dir or None, name=config.name or config.model)
-
-
 class Training:
-    def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Handle) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Recording) -> None:
         self.config, self.ranks, self.recorder, device = config, ranks, recorder, ranks.device
         self.faults = Faults(config.inject, ranks.rank, ranks.world_size)
         with recorder.phase("init"):

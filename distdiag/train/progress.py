@@ -9,18 +9,18 @@ from pathlib import Path
 
 import torch
 
-from distdiag.recorder import Handle
 from distdiag.terms.units import counted
 from distdiag.train.checkpoint import find_checkpoint
 from distdiag.train.config import TrainConfig
 from distdiag.train.ranks import Ranks
+from distdiag.train.recording import Recording
 from distdiag.train.shared_memory import SharedPixels
 
 
 class Progress:
     """Prints start, progress and end on rank 0. Sums stay on the device until a line is printed."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Handle, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, ranks: Ranks, recorder: Recording, device: torch.device) -> None:
         self._config, self._ranks, self._recorder = config, ranks, recorder
         self._window = torch.zeros(3, device=device)  # loss x samples, correct, samples
         self._begun = self._since = time.monotonic()

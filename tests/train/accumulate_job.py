@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from distdiag.recorder import Handle
 from distdiag.train import batches, loop
 from distdiag.train.__main__ import leave
 from distdiag.train.config import TrainConfig
 from distdiag.train.ranks import join_ranks
+from distdiag.train.recording import NotRecorded
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
             checkpoint_every=4,
             checkpoint_dir=str(Path(sys.argv[2]) / f"{batch_size}x{accumulate}"),
         )
-        loop.Training(config, ranks, Handle(None)).run()
+        loop.Training(config, ranks, NotRecorded()).run()
     ranks.leave()
 
 
