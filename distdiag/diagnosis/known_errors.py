@@ -92,7 +92,7 @@ ROWS = (
           "give the list one entry for each rank of the group, in every case: pad it with empty entries"),
     Known(bounded(r"EADDRINUSE|[Aa]ddress already in use|server socket has failed to listen"), TAKEN_PORT),
     Known(bounded(r"/dev/shm/nccl-"), "make room in /dev/shm on that host (`df -h /dev/shm`): delete what ended jobs have left there (nccl-*), and in a container give it more (docker --shm-size, a Memory emptyDir); NCCL_SHM_DISABLE=1 does without it, slower"),
-    Known(bounded(r"unable to write to file </torch_|No space left on device.{0,40}(/dev/shm|torch_)|unable to mmap|insufficient shared memory"), FULL_SHM),
+    Known(bounded(r"unable to write to file </torch_|No space left on device.{0,40}(/dev/shm|torch_)|unable to mmap|insufficient shared memory|workers are out of shared memory"), FULL_SHM),
     Known(bounded(r"Too many open files: '"), "close what is opened and no longer needed (`with open`, a cache with a limit; `ls -l /proc/PID/fd` shows what stays open), or raise the limit (`ulimit -n`)"),
     Known(bounded(r"received 0 items of ancdata|Too many open files"), "raise the limit (`ulimit -n`), or torch.multiprocessing.set_sharing_strategy('file_system'); keep no batches of the loader alive, and close files that are no longer needed"),
     Known(bounded(r"'status': '(?:NOT_AVAILABLE|INFLIGHT)'"), "ZeRO-3 gathers parameters in the order of its first step: every rank must run the same modules in the same order (no branch on the data, mixture of experts: set_z3_leaf_modules)"),

@@ -408,8 +408,11 @@ def test_a_damaged_gzip_file_is_judged_as_far_as_it_goes(tmp_path: Path) -> None
     assert report is not None and only(report).culprits == (3,) and "damaged" in report.notes[0]
 
 
+TAR = b"rank0.log".ljust(257, b"\0") + b"ustar  \0".ljust(255, b"\0") + b"step 1 loss 0.5\n" * 4000
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"\x80\x04}.", b'{"version": "2.9", "entries": []}', b"\x7fELF\0\0\0", b'[{"a": 1}]']
+    "content", [b"", b"\x80\x04}.", b'{"version": "2.9", "entries": []}', b"\x7fELF\0\0\0", b'[{"a": 1}]', TAR]
 )
 def test_other_files_are_no_logs(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.log").write_bytes(content)

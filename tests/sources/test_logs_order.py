@@ -143,6 +143,19 @@ def test_a_file_that_begins_with_nul_bytes_is_a_log(tmp_path: Path) -> None:
     assert report is not None and only(report).culprits == (1,)
 
 
+@pytest.mark.parametrize("around", [("\0\n", ""), ("\0", ""), ("\n", "\0" * 4000)])
+def test_a_few_nul_bytes_do_not_make_a_log_a_binary(tmp_path: Path, around: tuple[str, str]) -> None:
+    """The handler of a loader's worker writes its message with the NUL byte at its end."""
+    worker = (
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).\n"
+    )
+    loader = "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory. Please try to raise your shared memory limit."
+    (tmp_path / "job.log").write_text(worker + around[0] + raised(3, loader) + around[1])
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and only(report).culprits == (3,)
+    assert "--shm-size" in only(report).advice and "fewer DataLoader workers" in only(report).advice
+
+
 EARLY, MEANWHILE, LATE = "[Sat Mar  1 04:00:00 2031] ", "[Sun Mar  2 08:13:00 2031] ", "[Sun Mar  2 13:31:00 2031] "
 LOG = "".join(f"2031-03-02 {8 + n // 60:02}:{n % 60:02}:00 step {n} loss 0.4\n" for n in range(0, 150, 2))
 

@@ -110,7 +110,8 @@ def _has_message(path: Path) -> bool:
 
 
 def _head(path: Path) -> bytes:
-    """Return the first bytes of a file; those after NUL bytes, which a file that was cut while it was written begins with."""
+    """Return the first bytes of a file; without NUL bytes around them: a file that was cut while it was written begins with
+    such, one whose node crashed ends with them."""
     try:
         with guard.opened(path) as f:
             head = f.read(BLOCK_BYTES)
@@ -119,7 +120,7 @@ def _head(path: Path) -> bytes:
     except (OSError, *guard.DAMAGED):
         return b""
     cut = encoding_of(head) == "utf-8" and _may_be_a_log(path)  # any other file that begins with NUL bytes is no text
-    return head.lstrip(b"\0") if cut else head
+    return head.strip(b"\0") if cut else head
 
 
 def _not_text(path: Path) -> str | None:
@@ -129,10 +130,11 @@ def _not_text(path: Path) -> str | None:
         return "empty, or cannot be read"
     if encoding_of(head) != "utf-8":
         return None
-    if b"\0" in head or head[:1] == b"\x80":
+    if head[:1] == b"\x80" or head[257:262] == b"ustar":
         return "no text"
     if _is_document(head):
         return "a JSON document"
+    # a few are in logs: the message of a loader's worker that a signal ends has a NUL byte
     controls = len(head.translate(None, _TEXT + bytes(range(128, 256))))
     return None if controls <= len(head) // 20 else "no text"
 
