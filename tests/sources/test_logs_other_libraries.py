@@ -227,6 +227,48 @@ def test_all_lines_of_an_exception_of_torch_npu_are_of_the_rank_that_one_names(t
     assert (f.kind, f.victims) == ("timeout", (3, 4))
 
 
+PORT = "[ERROR] HCCL(4{q},python3):2031-03-02-09:00:57.070.463 [hccl_socket.cc:110] [4{q}][HcclSocket][Listen] socket type[1], listen on ip[10.0.2.9] and specific port[16666] fail. Please check the port status and whether the port is being used by other process.\n"
+INIT = "RuntimeError: createHCCLComm:build/CMakeFiles/torch_npu.dir/compiler_depend.ts:2043 HCCL function error: HcclCommInitRootInfoConfig(numRanks, &rootInfo, rank, config, &(comm->hcclComm_)), error code is {code}"
+HEAD = (
+    "[rank{q}]: [ERROR] 2031-03-02-09:0{m}:58 (PID:4{q}, Device:{q}, RankID:{q}) ERR02200 DIST call hccl api failed.\n"
+)
+TIMES_OUT = "[rank{q}]: EI0006: [PID: 4{q}] 2031-03-02-09:02:57.1 Getting socket times out. Reason: 1. The remote does not initiate a connect request.\n"
+
+
+def test_a_port_that_hccl_could_not_open_is_of_the_rank_whose_pid_its_line_has(tmp_path: Path) -> None:
+    text = PORT.format(q=4) + raised(4, INIT.format(code=19)) + HEAD.format(q=4, m=0)
+    for q in (0, 1, 2, 3, 5, 6, 7):
+        text += raised(q, INIT.format(code=9)) + HEAD.format(q=q, m=2) + TIMES_OUT.format(q=q)
+    f = only(diagnose(tmp_path, text))
+    assert about(f) == ("rank_lost", "crashed", (4,), (0, 1, 2, 3, 5, 6, 7))
+    assert "port 16666 is in use" in f.message and "HCCL_NPU_SOCKET_PORT_RANGE" in f.advice
+
+
+def test_an_error_with_another_code_is_another_error(tmp_path: Path) -> None:
+    """Also where the code is in a part of the text that a finding leaves out."""
+    long = (
+        "RuntimeError: " + "the call of the library that makes the communicator has failed, " * 4 + "error code is {}"
+    )
+    texts = [raised(q, long.format(19 if q == 2 else 9)) for q in range(3)]
+    assert {f.culprits for f in diagnose(tmp_path, "".join(texts)).findings} == {(2,), (0, 1)}
+    f = only(diagnose(tmp_path, "".join(raised(q, long.format(9)) for q in range(3))))
+    assert f.message.startswith("all 3 ranks in the log raised the same error")
+
+
+@pytest.mark.parametrize(("late_s", "culprits"), [(50, (2,)), (4, ())])
+def test_a_rank_that_raised_an_error_long_before_the_others(
+    tmp_path: Path, late_s: int, culprits: tuple[int, ...]
+) -> None:
+    def stamped(q: int, second: int) -> str:
+        lines = raised(q, "ValueError: the shards differ").splitlines(keepends=True)
+        return "".join(f"2031-03-02T09:00:{second:02}.1Z {line}" for line in lines)
+
+    f = only(diagnose(tmp_path, stamped(0, 1 + late_s) + stamped(1, 2 + late_s) + stamped(2, 1)))
+    assert f.culprits == culprits and f.certainty == ("suspected" if culprits else "proved")
+    assert ("same error" in f.message) is not bool(culprits)
+    assert ("ranks 0, 1 raised it" in f.message) is bool(culprits)
+
+
 BARRIER = "jaxlib.xla_extension.XlaRuntimeError: DEADLINE_EXCEEDED: Barrier timed out. {}\n"
 TASKS = "/job:w/replica:0/task:2\n/job:w/replica:0/task:1\n\nMore of gRPC: /job:w/replica:0/task:0\n"
 

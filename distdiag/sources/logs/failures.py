@@ -18,9 +18,11 @@ from distdiag.sources.logs.gpu_memory import Held, memory_of_others
 from distdiag.sources.logs.join import absent_ranks, before, earlier, first_waits, process
 from distdiag.sources.logs.message import Meaning, Role
 from distdiag.sources.logs.waiting import op_name
+from distdiag.terms.units import rough_time
 from distdiag.terms.untrusted import bounded, is_rank, numbers
 
 MANY = 3  # names of processes that one sentence lists
+APART_S = 30.0  # ranks that fail for one reason of the program come to it sooner one after another
 FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
 _PLURALS = (("was killed", "were killed"), ("has a GPU", "have GPUs"), ("has a device", "have a device"))
 # what one process meets where another one renamed, made or deleted the same path first
@@ -30,7 +32,9 @@ _DIRECTORIES = bounded(r"(?P<begin>/(?:[^\s/]{1,24}/){0,3})\S{24,400}/(?=[^\s/])
 _SAYS_NOTHING = bounded(
     r" Did you run some cuda functions before calling NumCudaDevices\(\) that might have already set an error\?"
 )
-_ADDRESS, _NUMBER = bounded(r"0x[0-9a-f]+"), bounded(r"0x[0-9a-f]+|\d+")
+_ADDRESS = bounded(r"0x[0-9a-f]+")
+# a number, which may be of the writer only: a rank, pid or device; not the code of an error
+_NUMBER = bounded(r"(?P<code>\b(?:[Ee]rror[ _]code|[Ee]rrno)\W{0,3}(?:is )?\d+)|0x[0-9a-f]+|\d+")
 _TP_WORKER = bounded(r"Worker_TP(\d{1,4})(?:_EP\d{1,4})? pid=")  # of vLLM, which adds DP and PP if there are several
 _OF_PROGRAM = ("crashed", "gradient", "loss")  # causes that all ranks may have at once
 _OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
@@ -118,7 +122,7 @@ def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
     out: list[Reason] = []
     first: dict[tuple[str, str], Reason] = {}
     for r in sorted(reasons.values(), key=lambda r: not any(f.site for f in r.facts)):
-        same = first.setdefault((r.facts[0].name, _NUMBER.sub("#", r.text)), r)
+        same = first.setdefault((r.facts[0].name, _unnumbered(r.facts[0], r.text)), r)
         if same is r or r.facts[0].name != "exception" or any(f.site for f in r.facts) or not (r.ranks or r.unnamed):
             out.append(r)
             continue
@@ -161,7 +165,13 @@ def _event(f: Fact, text: str) -> tuple[str, str]:
     if f.message.once == "job" or (f.message.once == "host" and (f.who.host or f.message.whole_node)):
         return f.name, f.who.host if f.message.once == "host" else ""
     place = f"{f.site.file}:{f.site.line}" if f.site is not None and f.name == "exception" else ""
-    return f.name, _NUMBER.sub("#", text) + place
+    return f.name, _unnumbered(f, text) + place
+
+
+def _unnumbered(f: Fact, text: str) -> str:
+    """Return the whole text of a failure, by which those of several ranks are the same one."""
+    whole = text + f.fields.get("what", "") * (f.name == "exception")
+    return _NUMBER.sub(lambda m: m["code"] or "#", whole)
 
 
 def _add(reasons: dict[tuple[str, str], Reason], f: Fact, meaning: Meaning, found: Collected) -> None:
@@ -272,6 +282,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     Args:
         waited: The first timeout, or lost connection, of each rank that has one.
     """
+    later = _first_long_before(r)
     several = len(r.ranks) + len(r.unnamed) > 1
     serves = not r.ranks and any(f.serves for f in r.facts)
     if serves:
@@ -284,8 +295,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         r.ranks, r.inferred, r.guessed = absent, True, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     by_name = {int(m[1]) for name in r.unnamed if (m := _TP_WORKER.match(name))} if not found.ranks else set[int]()
-    of_line = bool(r.facts) and bool(r.facts[0].message.about)
-    everyone = "" if others or of_line or r.meaning.cause not in _OF_PROGRAM else found.all_of(r.ranks)
+    everyone = "" if others or r.facts[0].message.about or r.meaning.cause not in _OF_PROGRAM else found.all_of(r.ranks)
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
@@ -296,7 +306,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     message, advice = _who_failed(r, ranks, of_node, everyone) + r.after + _also_known(r, found), _advice(r, found)
     if r.facts and r.facts[0].name == "port_in_use" and several:
         advice = meanings.SHARED_PORT
-    message += _whose_numbers(r)
+    message += _whose_numbers(r) + later
     if others:
         message += _followed(r, found, waited, others)
     number, line = found.over.get(r.facts[0].path, (0, "")) if r.facts else (0, "")
@@ -326,6 +336,20 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
         cost="may have ended the job, but there is progress that may be later" if doubtful else ENDED,
     )
+
+
+def _first_long_before(r: Reason) -> str:
+    """Keep of the ranks of an exception the one that raised it long before all others, by the clocks; return when the others did."""
+    at = {f.rank: f for f in reversed(r.facts) if f.name == "exception" and f.rank is not None and f.at is not None}
+    times = sorted((f.at[1], f.rank) for f in at.values() if f.at and f.rank is not None)
+    one_clock = len({f.at[0] for f in at.values() if f.at}) == 1
+    if len(times) < 2 or at.keys() != r.ranks or r.unnamed or not one_clock or times[1][0] - times[0][0] < APART_S:
+        return ""
+    first = at[times[0][1]]
+    rest, r.ranks, r.inferred = r.ranks - {times[0][1]}, {times[0][1]}, True
+    r.text, r.facts = text_of(first, r.meaning), [first, *(f for f in r.facts if f is not first)]
+    r.advice = meanings.FIRST if r.advice == meanings.SAME_EVERYWHERE else r.advice
+    return f"; {rank_list(sorted(rest))} raised it {rough_time(times[1][0] - times[0][0])} later"
 
 
 def _whose_numbers(r: Reason) -> str:

@@ -35,9 +35,9 @@ _HOST_FIRST = bounded(
 _BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
 _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
-# of oneCCL; of torch_npu, and of the codes of CANN
+# of oneCCL, and HCCL; of torch_npu, and of the codes of CANN
 _OTHER_PIDS = bounded(
-    r"^(?:[\d:-]{10,32}:)?\((?P<ccl>\d{1,9})\) \|CCL_|\(PID:(?P<npu>\d{1,9}), Device:-?\d|\bE[A-Z]\d{4}: \[PID: (?P<cann>\d{1,9})\]"
+    r"^(?:[\d:-]{10,32}:)?\((?P<ccl>\d{1,9})\) \|CCL_|\bHCCL\((?P<hccl>\d{1,9}),|\(PID:(?P<npu>\d{1,9}), Device:-?\d|\bE[A-Z]\d{4}: \[PID: (?P<cann>\d{1,9})\]"
 )
 _LABEL = bounded(
     r"\((?P<label>[A-Za-z_][\w ]*?(?:\([\w.-]{1,80}\))? pid=(?P<pid>\d{1,9}))[^)]*?(?:, ip=(?P<ip>[\w.:]+))?\)|\[[\d: -]{19}(?: (?P<tp>(?:DP|PP|TP|EP)\d+[\w ]*))\]|^\[pod/(?P<pod>[\w.-]+)/[\w.-]+\] "
@@ -288,8 +288,8 @@ def _process(head: str, out: Writer) -> None:
         out.host, out.process = m["host"], f"{m['host']}[{m['nth']}]"
     elif (m := _STERN.match(head)) is not None:
         out.process = m["pod"]
-    elif ("|CCL_" in head or "PID:" in head) and (m := _OTHER_PIDS.search(head)) is not None:
-        out.pid = int(m["ccl"] or m["npu"] or m["cann"])
+    elif ("CCL" in head or "PID:" in head) and (m := _OTHER_PIDS.search(head)) is not None:
+        out.pid = int(next(filter(None, m.groups())))
 
 
 def time_of(text: str) -> tuple[str, float] | None:

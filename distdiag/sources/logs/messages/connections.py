@@ -33,7 +33,7 @@ MESSAGES = (
     message("pipe_lost", V),
     message("nccl_error", V, ("|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
        ("oneCCL: ", r"(?P<what>oneCCL: .{1,160})"),
-       (", error code is ", r"(?P<what>(?:Hccl|[Aa]cl)\w+, error code is \d+)"),
+       (", error code is ", r"(?P<what>(?:Hccl|[Aa]cl)\w+(?:\([^)]{0,300}\)+)?, error code is \d+)"),
        ("operator name is Hccl", r"operator name is (?P<what>Hccl\w+)"),
        ("NCCL Error ", r"NCCL Error \d+: (?P<what>(?!unhandled cuda|invalid)[^,]{1,120})"),
        ("communicator was aborted", r"(?P<what>NCCL communicator was aborted)"),
