@@ -50,8 +50,10 @@ def _of_files(targets: tuple[str, ...]) -> Report:
             if (runs := rundir.runs_below(Path(target))) is not None:
                 raise runs from e
         report = diagnose_logs(targets, logs)
-        if (report is None or not report.findings) and (stacks := diagnose_stacks(targets)) is not None:
-            return stacks
+        if report is None or not report.findings:
+            stacks = diagnose_stacks(targets, dead=report is None)
+            if stacks is not None:
+                return stacks
         if report is not None:
             stacks = diagnose_stacks(targets, within=HEAD_BYTES)
             seen = [f"{f.message}; do: {f.advice}" for f in (stacks.findings if stacks else ())]

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from distdiag.cli.diagnose import command
 from distdiag.diagnosis.model.findings import Certainty, Severity, State
 from distdiag.sources.stacks.calls import position
 from distdiag.sources.stacks.files import diagnose_stacks
@@ -655,3 +657,37 @@ def test_stacks_that_are_given_with_a_log_are_a_note(tmp_path: Path) -> None:
     both = distdiag("diagnose", str(tmp_path)).stdout
     assert "KeyError" in both and "the stacks given with the log show" in both and "lock file" in " ".join(both.split())
     assert "the stacks given" not in distdiag("diagnose", str(log)).stdout
+
+
+AGENT = "torch/distributed/elastic/agent/server/api.py"
+CRASH = f"""[rank 0] step 20 loss 0.4
+Fatal Python error: Segmentation fault
+
+{FAULT}
+E0130 09:06:13.119000 88121 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -11) local_rank: 2 (pid: 88142) of binary: python
+I0130 09:06:13.120000 88121 {AGENT}:889] [default] Worker group FAILED. 3/3 attempts left; will restart worker group
+"""
+STEPS = "".join(f"[rank 0] step {n} loss 0.4\n" for n in range(20, 60))
+SUCCEEDED = f"I0130 09:38:41.003000 88121 {AGENT}:932] Local worker group finished (WorkerState.SUCCEEDED).\n"
+
+
+@pytest.mark.parametrize("name", ["job8_.log", "slurm-99.out"])
+def test_the_stack_of_a_crash_that_the_job_survived_shows_no_rank_that_waits(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text(CRASH + STEPS + SUCCEEDED)
+    output = CliRunner().invoke(command, [str(tmp_path / name)]).output
+    assert output.startswith("no verdict: no error that ended the job") and "ended well" in output
+    (tmp_path / name).write_text(CRASH + STEPS + SPY)
+    output = CliRunner().invoke(command, [str(tmp_path / name)]).output
+    assert "rank 0 waits in broadcast (default_pg) at unet.py:88" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"), [(("job-99.err",), [0]), (("w7.err", "w8.err"), [0, 1]), (("w0.err", "w1.err"), [0, 1])]
+)
+def test_a_number_in_a_file_s_name_is_its_rank_only_among_others(
+    tmp_path: Path, names: tuple[str, ...], ranks: list[int]
+) -> None:
+    for name in names:
+        (tmp_path / name).write_text(FAULT)
+    report = diagnose_stacks([str(tmp_path)])
+    assert report is not None and report.world_size == report.ranks_seen == len(ranks)

@@ -13,9 +13,8 @@ from distdiag import guard
 from distdiag.diagnosis.model.findings import Report
 from distdiag.diagnosis.model.syntax import no_source
 from distdiag.errors import DistdiagError
-from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.files import find, likely
-from distdiag.sources.dumps.naming import name_ranks
+from distdiag.sources.logs.files import ranks_of
 from distdiag.sources.stacks.calls import position
 from distdiag.sources.stacks.frames import Process
 from distdiag.sources.stacks.read import NoStacks, from_json, from_text
@@ -29,11 +28,12 @@ _NO_SOURCE = "no source file that a stack names is opened, so no condition is sh
 _MORE = "ranks are numbered in the order of their stacks: the files name none"
 
 
-def diagnose_stacks(targets: Sequence[str], within: int = MAX_BYTES) -> Report | None:
+def diagnose_stacks(targets: Sequence[str], within: int = MAX_BYTES, dead: bool = True) -> Report | None:
     """Return the verdict on the stacks in these files; None if no file has any.
 
     Args:
         within: A file counts if its first stack begins within so many bytes.
+        dead: The last stacks of a process that a fatal error ended count: not in the log of a job that survived it.
 
     Raises:
         DistdiagError: the files together exceed the limits.
@@ -47,7 +47,7 @@ def diagnose_stacks(targets: Sequence[str], within: int = MAX_BYTES) -> Report |
 
     def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> Report | None:
         chosen = [p for p in files if str(p) not in refused and only in (None, str(p))]
-        return _judge(", ".join(targets), chosen, announce, refused)
+        return _judge(", ".join(targets), chosen, announce, refused, dead)
 
     try:
         return guard.judged(work, lambda: map(str, files), LIMITS, Report | None)
@@ -55,7 +55,9 @@ def diagnose_stacks(targets: Sequence[str], within: int = MAX_BYTES) -> Report |
         raise DistdiagError(f"the stacks cannot be judged together: {e.reason}", "give fewer files") from e
 
 
-def _judge(run: str, files: Iterable[Path], announce: guard.Announce, refused: Mapping[str, str]) -> Report | None:
+def _judge(
+    run: str, files: Iterable[Path], announce: guard.Announce, refused: Mapping[str, str], dead: bool
+) -> Report | None:
     found: list[tuple[Path, list[Process]]] = []
     bad = dict(refused)
     for path in files:
@@ -64,7 +66,7 @@ def _judge(run: str, files: Iterable[Path], announce: guard.Announce, refused: M
                 announce(str(path), path.stat().st_size)
                 data = file.read(MAX_BYTES)
             text = data.decode("utf-8", "replace")
-            processes = from_json(data) if text.lstrip()[:1] == "[" and '"thread_id"' in text else from_text(text)
+            processes = from_json(data) if text.lstrip()[:1] == "[" and '"thread_id"' in text else from_text(text, dead)
             found.append((path, [p for p in processes if not p.data_worker]))
         except (NoStacks, *guard.DAMAGED, OSError) as e:
             bad[str(path)] = str(e)[:200]
@@ -92,17 +94,14 @@ def _seen(samples: list[Process]) -> Seen:
 def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Process]], list[str]]:
     """Return the dumps of each rank, in their order: by the prefix of its lines, by the file, else by their order."""
     out: dict[int, list[Process]] = {}
-    single = [DumpFile(path=path) for path, own in found if len({p.pid for p in own}) == 1 and own[0].rank is None]
-    name_ranks(single)
-    names = {f.path: f.rank for f in single}
-    by_pid = names == {path: own[0].pid for path, own in found}  # such names are no ranks
-    numbered = len(set(names.values())) == len(names) and None not in names.values() and not by_pid
+    names = ranks_of(path for path, own in found if len({p.pid for p in own}) == 1 and own[0].rank is None)
+    names = names if len(set(names.values())) == len(names) else {}  # of several nodes
     locals_ = {p.pid or (path, p.local): p.local for path, own in found for p in own}
     of_command = None not in locals_.values() and len(set(locals_.values())) == len(locals_)  # of one node
     loose: dict[tuple[str, int, int | None], list[Process]] = {}
     for path, own in found:
         for nth, p in enumerate(own):
-            rank = p.rank if p.rank is not None else p.local if of_command else names.get(path) if numbered else None
+            rank = p.rank if p.rank is not None else p.local if of_command else names.get(path)
             if rank is not None:
                 out.setdefault(rank, []).append(p)
             else:

@@ -26,6 +26,8 @@ _THREAD = bounded(
 )
 _FRAME = bounded(r'^ {2,3}File "(.{1,4096})", line (\d+)(,?) in (.{1,4096})$')  # with a comma: of gdb
 
+_DEAD = -1  # in place of a pid
+_FATAL = bounded(r"^ ?Fatal Python error: ")  # of faulthandler: what follows are the last stacks of a process
 _OUTERMOST = ("<module>", "_run_module_as_main")  # frame of a main thread
 _SOURCE_OF_C = re.compile(r"\.(?:c|cc|cpp|cu|h|hpp|rs|pyx|so(?:\.[\d.]+)?)$")
 
@@ -94,8 +96,11 @@ def _frame(f: _SpyFrame) -> Frame:
     )
 
 
-def from_text(text: str) -> list[Process]:
+def from_text(text: str, dead: bool = True) -> list[Process]:
     """Return the processes in a text, in its order; their rank where a launcher puts it in front of each line (`[rank1]: `).
+
+    Args:
+        dead: Also those that a fatal error ended there.
 
     Raises:
         NoStacks: it has none.
@@ -104,13 +109,13 @@ def from_text(text: str) -> list[Process]:
     for line in text.splitlines():
         rank, local, rest = without_prefix(line)
         lines.setdefault((rank, local), []).append(rest)
-    found = [p for prefix, own in lines.items() for p in _processes(own, *prefix)]
+    found = [p for prefix, own in lines.items() for p in _processes(own, *prefix, dead)]
     if not found:
         raise NoStacks("it has no stack")
     return found
 
 
-def _processes(lines: list[str], rank: int | None, local: int | None) -> Iterator[Process]:
+def _processes(lines: list[str], rank: int | None, local: int | None, dead: bool) -> Iterator[Process]:
     """Yield the processes; without a line that names the next, the first thread of a dump follows the last of a main thread's frames."""
     found: list[tuple[int, int | None, list[_Open]]] = [(0, local, [_Open()])]
     for line in lines:
@@ -133,7 +138,13 @@ def _processes(lines: list[str], rank: int | None, local: int | None) -> Iterato
                 threads[-1].add(Frame(m[4], m[1], int(m[2])))
         elif (m := _NATIVE.match(line)) and not threads[-1].frames:
             threads[-1].native.append((m[1] or m[2])[:MAX_TEXT])
+        elif not dead and _FATAL.match(line):
+            found.append((_DEAD, local, [_Open()]))
+        elif found[-1][0] == _DEAD and line.strip():  # its last stack is over
+            found.append((0, local, [_Open()]))
     for pid, here, threads in found:
+        if pid == _DEAD:
+            continue
         stacks = [
             Stack(tuple(t.frames), tuple(itertools.takewhile(_inside, t.native)), t.idle, t.name)
             for t in threads[:MAX_THREADS]
