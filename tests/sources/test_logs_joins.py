@@ -8,6 +8,7 @@ import pytest
 
 from distdiag.sources.logs.verdict import diagnose_logs
 from tests.sources.test_logs import diagnose, only, raised, timeout
+from tests.sources.test_logs_first_cause import together
 
 STEPS = "".join(f"2031-03-04 1{n}:00:00 epoch {n} loss 0.{9 - n}\n" for n in range(4))
 SEGFAULT = "[Tue Mar  4 12:30:00 2031] python3[7712]: segfault at 8 ip 00007f sp 00007f error 4 in libx.so[7f+1]\n"
@@ -137,3 +138,36 @@ def test_all_ranks_that_deepspeed_launches(tmp_path: Path) -> None:
     (tmp_path / "fit.log").write_text(text)
     report = diagnose_logs([str(tmp_path / "fit.log")])
     assert report is not None and report.world_size == 8
+
+
+PEER = "worker-1.job.ml.svc.cluster.local"
+
+
+@pytest.mark.parametrize(
+    ("after", "rank_of_peer", "kind", "culprits"),
+    [
+        (5, 9, "rank_lost", (2,)),  # its log is missing, and it closed first
+        (700, 9, "timeout", ()),  # whether it or the rank that timed out ended first is not known
+        (700, 0, "timeout", ()),  # it is the host of the rank that timed out
+    ],
+)
+def test_the_peer_that_closed_the_connections_and_has_no_log_is_where_to_look(
+    tmp_path: Path, after: int, rank_of_peer: int, kind: str, culprits: tuple[int, ...]
+) -> None:
+    def stamped(second: int, text: str) -> str:
+        return "".join(f"2031-03-04T10:{second // 60:02}:{second % 60:02}.5Z {x}" for x in text.splitlines(True))
+
+    logs = {}
+    for q in (0, 1, 3):
+        name = "worker-1" if q == rank_of_peer else f"pod-{q}"
+        logs[f"p{q}_log"] = stamped(
+            0, f"{name}:1:66 [0] NCCL INFO comm 0x5 rank {q} nranks 4 cudaDev 0 - Init COMPLETE\n"
+        )
+    closed = "misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer"
+    for q in (1, 3):
+        logs[f"p{q}_log"] += stamped(after, f"pod-{q}:1:66 [0] {closed} {PEER}<51022>\n")
+    logs["p0_log"] += stamped(605, timeout(0))
+    f = only(together(tmp_path, **logs))
+    assert (f.kind, f.culprits) == (kind, culprits)
+    assert (f"ranks 1, 3 lost their connections to {PEER}" in f.message) is (rank_of_peer != 0)
+    assert (f"see how the process on {PEER} ended" in f.advice) is (rank_of_peer != 0)

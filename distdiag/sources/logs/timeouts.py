@@ -12,7 +12,7 @@ from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
 from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of
 from distdiag.sources.logs.facts import Collected
-from distdiag.sources.logs.join import absent_ranks, first_site, known_ranks
+from distdiag.sources.logs.join import absent_ranks, before, first_site, known_ranks
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.waiting import Group, Waits, gathers, groups_of, label
 from distdiag.terms import operations
@@ -233,9 +233,34 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     all_known = known_ranks(found, ranks) <= set(ranks)
     if len(ranks) > 1 and (all_known or ranks == tuple(range(len(ranks)))):
         return _all_waited(group, waiting, start, limit_s, all_known)
+    if (found_here := _first_closed(found, group, waiting, start)) is not None:
+        return found_here
     alone = "what the other ranks did is not in the log"
     others = alone if len(ranks) < 2 else "the others' logs are needed to see who was missing"
     return _timed_out(group, waiting, f"{start}; {others}", f"give the logs of all ranks, or {DUMPS}")
+
+
+def _first_closed(found: Collected, group: Group, waiting: Waits, start: str) -> Finding | None:
+    """Return the finding that others lost their connections to one peer, which no log is of, or which closed them before the timeout."""
+    facts = [f for f in found.named("closed") if "reason" not in f.fields and f.rank not in waiting]
+    peers = {f.fields.get("peer", "") for f in facts}
+    here = {f.who.host for f in found.facts} | found.on_host.keys() | {addr for _, addr in found.interfaces.values()}
+    missing = sorted(known_ranks(found, waiting) - found.ranks)
+    earlier = all(before(f, w) for f in facts for x in waiting.values() for w in x.facts)
+    if (
+        len(peers) != 1
+        or not all(peers)
+        or not (missing or earlier)
+        or any(f"{min(peers)}.".startswith(f"{h}.") for h in here)
+    ):
+        return None
+    peer, ranks, alone = min(peers), ranks_of(facts), missing if earlier and len(missing) == 1 else []
+    its = verb(ranks or facts, "its connection", "their connections")
+    who = rank_list(ranks) if ranks else verb(facts, "a process", "processes")
+    text = f"{start}; {who} lost {its} to {peer}{' before that' * earlier}"
+    text += f", and no log here has a line of {rank_list(missing)}" * bool(missing)
+    do = f"see how the process on {peer} ended: its log, exit code, `dmesg -T` for oom-kill or Xid; give its log, too"
+    return _timed_out(group, waiting, text, do, alone, kind="rank_lost/silent" if earlier else "timeout")
 
 
 def _all_waited(group: Group, waiting: Waits, start: str, limit_s: float, all_known: bool) -> Finding:

@@ -151,9 +151,9 @@ def messages(text: str) -> list[tuple[str, Writer]]:
     if not record:
         who = writer(text)
         if text[10:11] == "T" and (m := _STAMP.match(text)) is not None and not who.host:
-            at, text = who.at, text[m.end() :]
+            text = text[m.end() :]
             who = writer(text)
-            who.at = who.at or at
+            who.at = time_of(m[0])  # by the clock that all lines of the file have
         elif (m := _REPLICA.match(text)) is not None:
             text = text[m.end() :]
             who = writer(text)
