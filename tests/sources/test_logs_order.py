@@ -300,3 +300,22 @@ def test_a_call_that_gathers_the_state_of_all_ranks_on_one_rank(
     f = only(diagnose(tmp_path, text))
     assert (f"rank 0 is inside {name}, which waits for all ranks" in f.message) is named
     assert (f"call {name} on all ranks" in f.advice) is named
+
+
+SYNC = INSIDE.format("_sync_ddp_if_available") + INSIDE.format("log")
+
+
+@pytest.mark.parametrize(
+    ("inside", "line", "do"),
+    [
+        (SYNC, 31, "call self.log(sync_dist=True) on all ranks"),
+        ("", 31, "make the call at fit.py:31 in step on all ranks or on none; else compare"),
+        ("", 40, "compare what these ranks call there"),  # at one line
+    ],
+)
+def test_a_rank_that_is_alone_in_a_call(tmp_path: Path, inside: str, line: int, do: str) -> None:
+    text = timeout(0) + timeout(1, op="BROADCAST") + timeout(2, op="BROADCAST")
+    text += STACK.format(r=0, inside=inside, line=line) + "".join(STACK.format(r=r, inside="", line=40) for r in (1, 2))
+    f = only(diagnose(tmp_path, text))
+    assert (f.kind, f.culprits) == ("mismatch", (0,)) and f.advice.startswith(do)
+    assert ("rank_zero_only=True and sync_dist=False" in f.advice) is bool(inside)

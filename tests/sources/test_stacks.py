@@ -659,6 +659,35 @@ def test_stacks_that_are_given_with_a_log_are_a_note(tmp_path: Path) -> None:
     assert "the stacks given" not in distdiag("diagnose", str(log)).stdout
 
 
+LOGS = """Process {pid}: /x/python -u fit.py
+Thread {pid} (idle): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:2806)
+    _sync_ddp (lightning/fabric/utilities/distributed.py:251)
+    log (lightning/pytorch/core/module.py:523)
+    on_validation_epoch_end (module.py:118)
+    main (fit.py:64)
+"""
+SAVES = """Process {pid}: /x/python -u fit.py
+Thread {pid} (idle): "MainThread"
+    broadcast (torch/distributed/distributed_c10d.py:2704)
+    file_exists (lightning/pytorch/callbacks/model_checkpoint.py:792)
+    main (fit.py:64)
+"""
+
+
+def test_a_rank_that_logs_alone_what_all_ranks_have(tmp_path: Path) -> None:
+    def advice(**texts: str) -> str:
+        report = diagnose_stacks([str(write(tmp_path, **{k: t.format(pid=int(k[-1]) + 70) for k, t in texts.items()}))])
+        assert report is not None
+        return report.findings[0].advice
+
+    alone = advice(rank0=LOGS, rank1=SAVES, rank2=SAVES)
+    assert (
+        alone.startswith("call self.log(sync_dist=True) on all ranks") and "sync_dist=False at module.py:118" in alone
+    )
+    assert "self.log" not in advice(rank0=LOGS, rank1=LOGS, rank2=LOGS)
+
+
 AGENT = "torch/distributed/elastic/agent/server/api.py"
 CRASH = f"""[rank 0] step 20 loss 0.4
 Fatal Python error: Segmentation fault

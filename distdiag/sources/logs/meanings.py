@@ -97,6 +97,11 @@ SHARED_PORT = (
 IN_COLLECTIVE = "it was raised inside a collective, where a rank fails after another, too: read the others' logs first"
 AFTER_THE_WORK = "read its traceback; if the work was done by then, it is of what follows (an upload, a clean-up, a check of the launcher): what was saved before it is not affected"
 SAME_EVERYWHERE = "the cause is not one rank: correct the program or the environment"
+# Lightning's call that waits for all ranks although it only logs, and the functions by which a stack shows it
+LOG, LOGS = "self.log(sync_dist=True)", {"sync_ddp", "_sync_ddp", "sync_ddp_if_available", "_sync_ddp_if_available"}
+LOG_ON_ALL = (
+    f"call {LOG} on all ranks, outside of any `if rank == 0`, or log there with rank_zero_only=True and sync_dist=False"
+)
 FIRST = "read what that rank printed before it first: the others may only have failed after it"
 OF_ONE_HOST = "only the ranks of {host} have it: compare that host with the others: driver, packages (`pip freeze`), environment variables, mounts and data; if they are equal, start without it"
 # about an exception of no, one or more ranks, if its text says nothing

@@ -145,7 +145,8 @@ def _timed_out(
     if saving:
         ranks = [r for r, w in waiting.items() if w.saves == saving]
         message += f"; {rank_list(ranks)} {verb(ranks, 'is', 'are')} inside {saving}, which waits for all ranks"
-        advice = f"call {saving} on all ranks, outside of any `if rank == 0`, and write the file on rank 0 only; else {advice}"
+        saves = f"call {saving} on all ranks, outside of any `if rank == 0`, and write the file on rank 0 only"
+        advice = f"{meanings.LOG_ON_ALL if saving == meanings.LOG else saves}; else {advice}"
     return finding(
         kind.partition("/")[0],
         kind.partition("/")[2] or "late_rank",
@@ -323,8 +324,19 @@ def _different(
     by_size = sorted(((text, sorted(ranks)) for text, ranks in sides.items()), key=lambda side: len(side[1]))
     culprits = fewer(sides.values())
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
+    sites = {waiting[q].site for q in culprits}
+    alone = (
+        len(sites) == 1
+        and None not in sites
+        and sites.isdisjoint(w.site for q, w in waiting.items() if q not in culprits)
+    )
+    do = (
+        f"make the call{at(*sites)} on all ranks or on none; else "
+        if cause == "op" and alone and not gathers(waiting)
+        else ""
+    )
     return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits)}",
-                 f"compare what these ranks call there: the same operation with the same size on every rank{_of_sizes(_op(waiting)) if cause == 'shape' else ''}", culprits, f"mismatch/{cause}")  # fmt: skip
+                 f"{do}compare what these ranks call there: the same operation with the same size on every rank{_of_sizes(_op(waiting)) if cause == 'shape' else ''}", culprits, f"mismatch/{cause}")  # fmt: skip
 
 
 def _of_sizes(op: str) -> str:

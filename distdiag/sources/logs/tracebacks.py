@@ -10,6 +10,7 @@ from distdiag.diagnosis.consequences import AWAITS_WORKERS, CONNECTION_LOST, OF_
 from distdiag.sources.dumps.entries import user_site
 from distdiag.sources.logs.build import OF_NODE
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
+from distdiag.sources.logs.meanings import LOG, LOGS
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import TABLE
 from distdiag.sources.logs.writers import Writer
@@ -365,8 +366,9 @@ def _helper(frames: Iterable[dict[str, object]]) -> str:
 
 
 def _gathers(frames: Iterable[dict[str, object]]) -> str:
-    """Return the outermost function on a stack, the outermost frame first, that gathers or saves with all ranks; empty if there is none."""
-    return next((name for frame in frames if _GATHERS.match(name := str(frame["name"])) is not None), "")
+    """Return the outermost function on a stack, the outermost frame first, that gathers, saves or logs with all ranks; empty if there is none."""
+    names = (LOG if frame["name"] in LOGS else str(frame["name"]) for frame in frames)
+    return next((name for name in names if name == LOG or _GATHERS.match(name) is not None), "")
 
 
 def _launcher(frames: Sequence[dict[str, object]]) -> str:

@@ -9,6 +9,7 @@ import msgspec
 
 from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.model.syntax import Source, line_at, no_source
+from distdiag.sources.logs.meanings import LOGS
 from distdiag.sources.stacks.frames import Frame, Stack
 from distdiag.terms.activity import by_frame, by_line, refined
 from distdiag.terms.operations import family, op_name
@@ -44,6 +45,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         names: The integers among their local variables.
         creates: The group that it creates, by torch's local variables: `[0, 1] as number 7`; else empty.
         device: It waits for the device, by its frames or native ones; such a wait spins, and looks busy.
+        logs: It logs a value of all ranks (Lightning's `sync_dist`), and waits for them in that.
         unsure: True if only native frames can show what it waits for, and there are none.
     """
 
@@ -55,6 +57,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     phase: str = ""
     creates: str = ""
     device: bool = False
+    logs: bool = False
     unsure: bool = False
 
 
@@ -78,7 +81,7 @@ def position(stack: Stack, source: Source = no_source, still: bool = True) -> Po
     if call is not None:
         return Position(
             site=site, stack=sites, names=names, call=call, activity="waiting", phase=phase, creates=_created(inner),
-            device=device,
+            device=device, logs=any(f.name in LOGS for f in inner),
         )  # fmt: skip
     unsure = bool(stack.frames) and not stack.native and (stack.frames[0].users or stack.idle is False)
     return Position(

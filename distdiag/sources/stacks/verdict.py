@@ -25,6 +25,7 @@ from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where_stack, wheres, worker_text, workers_of
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.graph import WaitGraph, build
+from distdiag.sources.logs.meanings import LOG_ON_ALL
 from distdiag.sources.stacks.calls import DEFAULT_GROUP, UNKNOWN_GROUP, Position
 from distdiag.terms.activity import ACTIVITIES
 from distdiag.terms.ranks import by_value
@@ -133,7 +134,16 @@ def findings(seen: Mapping[int, Seen], source: Source = no_source) -> list[Findi
     found = [incident_finding(s, verdict) for verdict in judge_graph(s, graph, source=source)]
     if not found:
         found = list(_silent(s, graph)) or list(_stalls(s, graph, seen, source))
-    return found or list(_no_sink(s, seen, source))
+    logs = {q: x.position.site for q, x in seen.items() if x.position is not None and x.position.logs}
+    return [_of_log(f, logs) for f in found or _no_sink(s, seen, source)]
+
+
+def _of_log(f: Finding, logs: Mapping[int, Site | None]) -> Finding:
+    """Return a finding with what to do where only some of its ranks log a value of all ranks."""
+    ranks = {*f.culprits, *f.victims}
+    if logs.keys().isdisjoint(ranks) or logs.keys() >= ranks:
+        return f
+    return replace(f, advice=f"{LOG_ON_ALL}{at(min(logs.items())[1])}; else {f.advice}")
 
 
 def report(
