@@ -112,6 +112,20 @@ def test_a_server_that_serves_after_an_error_was_not_ended_by_it(tmp_path: Path,
     assert bool(report.findings) is not went_on
 
 
+@pytest.mark.parametrize(
+    ("before", "well"),
+    [
+        (POSTED.format("200 OK"), True),
+        (POSTED.format("200 OK") + REQUEST + 3 * POSTED.format("200 OK"), True),
+        (POSTED.format("200 OK") + "ERROR 06-02 21:20:44 [core.py:9] EngineCore hit a bug, bye\n", False),
+    ],
+)
+def test_a_server_that_was_asked_to_shut_down_ended_well(tmp_path: Path, before: str, well: bool) -> None:
+    report = diagnose(tmp_path, before + "INFO:     Shutting down\n" + SERVER_STOPS)
+    assert report.findings == ()
+    assert any("says that the job ended well" in note for note in report.notes) is well
+
+
 STOPPED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2031-01-02T03:04:05 DUE TO {} ***\n"
 
 

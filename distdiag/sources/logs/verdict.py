@@ -101,6 +101,10 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
                 of_rank.setdefault(rank, clean)
     ended_well = {path for path, scope in ends.well if scope != "server"}
     found.well = {path: line for (path, scope), line in ends.well.items() if scope in ("job", "file", "agent")}
+    failing = {path for path, *_ in ends.fatal}  # an error, and no progress after it: such a server shuts down, too
+    for path in {path for path, scope in ends.well if scope == "server"} - failing:
+        if all(ends.after(p, number) for p, number, _ in found.unknown if p == path):
+            found.well.setdefault(path, ends.well[path, "server"])
     failed = {f.path for f in found.facts}
     found.well |= {path: line for path, (line, _) in ends.over.items() if line and path not in failed}
     errors = (item for item in ends.errors.items() if item[0] not in ended_well)
