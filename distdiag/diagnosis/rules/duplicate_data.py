@@ -149,11 +149,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             found += _same_batches(s, loaders)
         found += [*_shuffled_apart(s, loaders)] or _other_data(s, loaders)
         yield from found or _same_samples(s, loaders)
-        ranks = sorted(q for q, x in loaders.items() if _same_order(x))
-        if any(x.distributed_sampler and x.shuffle and x.iterations_started < 2 for x in loaders.values()):
-            yield Abstained("no second pass over the data has begun", cause=SAME_ORDER.cause)
-        elif ranks and len(ranks) == len(loaders):
-            yield _found(SAME_ORDER, s, loaders, ranks, epoch=loaders[ranks[0]].sampler_epoch)
+        yield from _passes(s, loaders)
         if all(not x.distributed_sampler and x.sampler_epoch and _began_the_same(x) for x in loaders.values()):
             yield _found(KEPT_EPOCH, s, loaders, sorted(loaders), epoch=loaders[min(loaders)].sampler_epoch)
 
@@ -418,6 +414,28 @@ def _common(a: dict[int, int], b: dict[int, int]) -> float:
     """Return the share of all samples in two epochs that are in both, as often; estimated from those with the lowest hashes."""
     lowest = sorted({*a, *b})[: min(len(a), len(b))]
     return sum(a.get(x) == b.get(x) for x in lowest) / len(lowest)
+
+
+def _passes(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:
+    """Yield that the samplers of all ranks shuffle each pass over the data in the same order, or what is known of the order."""
+    shuffled = [x for x in loaders.values() if x.distributed_sampler and x.shuffle]
+    same = sorted(q for q, x in loaders.items() if _same_order(x))
+    if any(x.iterations_started < 2 for x in shuffled):
+        yield Abstained("no second pass over the data has begun", cause=SAME_ORDER.cause)
+    elif same and len(same) == len(loaders):
+        yield _found(SAME_ORDER, s, loaders, same, epoch=loaders[same[0]].sampler_epoch)
+    elif any(
+        _comparable(x.first_fingerprints) and _comparable(x.previous_fingerprints) and not _same_order(x)
+        for x in shuffled
+    ):
+        yield Abstained(
+            "a pass over the data began with other batches than the one before", checked=True, cause=SAME_ORDER.cause
+        )
+    elif shuffled:
+        yield Abstained(
+            "the first batches of two passes over the data have no fingerprints yet, or no tensor that has one",
+            cause=SAME_ORDER.cause,
+        )
 
 
 def _same_order(x: Loader) -> bool:

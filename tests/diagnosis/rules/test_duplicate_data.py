@@ -7,11 +7,13 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from distdiag.diagnosis.engine import Checks
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Call, Group, Loader, RankState, Sample, Snapshot
@@ -407,11 +409,25 @@ def test_a_missing_set_epoch_is_reported_only_if_the_sampler_shuffles() -> None:
     assert duplicates(again(1, False), again(2, False)) == []
 
 
-def test_the_order_of_passes_counts_as_not_checked_in_the_first() -> None:
-    first = (loader(distributed_sampler=True, shuffle=True, first_fingerprints=prints(q)) for q in (1, 2))
-    s = job(*(rank(q, loaders=(x,)) for q, x in enumerate(first)))
-    outcomes = [x for x in duplicate_data.evaluate(Facts(s)) if isinstance(x, Abstained)]
-    assert any(x.cause == "same_order_every_epoch" and not x.checked for x in outcomes)
+def test_the_order_of_passes_counts_as_checked_once_two_could_be_compared() -> None:
+    """A shuffling sampler whose epoch changes: the first pass, the begin of the second, and that of the third."""
+    checks = Checks()
+
+    def reason(**more: Any) -> tuple[bool, str]:
+        shuffled = (loader(distributed_sampler=True, shuffle=True, **more) for _ in range(2))
+        checks.take(
+            "duplicate_data",
+            [*duplicate_data.evaluate(Facts(job(*(rank(q, loaders=(x,)) for q, x in enumerate(shuffled)))))],
+        )
+        return next((x.checked, x.reason) for x in checks.all if x.cause == "same_order_every_epoch")
+
+    assert reason(first_fingerprints=prints(1)) == (False, "no second pass over the data has begun")
+    second = {"iterations_started": 2, "sampler_epoch": 1, "previous_fingerprints": prints(1)}
+    checked, why = reason(**second)
+    assert not checked and "no fingerprints yet" in why
+    third = {"iterations_started": 3, "sampler_epoch": 2, "previous_fingerprints": prints(2)}
+    for more in (second | {"first_fingerprints": prints(2)}, third):
+        assert reason(**more) == (True, "a pass over the data began with other batches than the one before")
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
