@@ -33,21 +33,22 @@ class Veto(NamedTuple):
         applies: True of a case in which it holds.
         why: Template (`text.template`) of the reason; `{c}` is the case.
         checked: The inputs were complete; else the kind counts as not checked.
-        undecided: It may be a difference all the same: counts as not checked, too, whatever was judged before.
+        undecided: The ranks of a case that may differ all the same: counts as not checked, too, whatever was judged before.
     """
 
     applies: Callable[[Any], object]
     why: str
     checked: bool = True
-    undecided: bool = False
+    undecided: Callable[[Any], Iterable[int]] | None = None
 
 
 def vetoed(vetoes: Iterable[Veto], case: object) -> Abstained | None:
     """Return the first veto that applies, as the reason of a rule; None if none does."""
     for veto in vetoes:
         if veto.applies(case):
-            decided = veto.checked and not veto.undecided
-            return Abstained(filled(veto.why, c=case), checked=decided, undecided=veto.undecided)
+            ranks = () if veto.undecided is None else tuple(veto.undecided(case))
+            decided = veto.checked and not ranks
+            return Abstained(filled(veto.why, c=case), checked=decided, undecided=bool(ranks), ranks=ranks)
     return None
 
 

@@ -32,8 +32,10 @@ class Checks:
     _known: dict[tuple[str, str | None], Check] = field(default_factory=dict)
     _judged: set[tuple[str, str | None]] = field(default_factory=set)
 
-    def take(self, kind: str, outcomes: Sequence[Finding | Abstained]) -> None:
-        abstained = [x for x in outcomes if isinstance(x, Abstained)]
+    def take(self, kind: str, outcomes: Sequence[Finding | Abstained], reported: Iterable[Finding] = ()) -> None:
+        """Take what a rule yielded. What it cannot tell of the ranks of open findings of that kind says nothing."""
+        known = {q for f in reported if f.kind == kind for q in f.culprits}
+        abstained = [x for x in outcomes if isinstance(x, Abstained) and not (x.ranks and known.issuperset(x.ranks))]
         if all(x.cause is not None for x in abstained):
             abstained.insert(0, Abstained("", checked=True))
         for x in abstained:
@@ -127,7 +129,7 @@ class Diagnosis:
                 continue
             outcomes = self._run(rule, facts)
             facts.found += [x for x in outcomes if isinstance(x, Finding)]
-            self.checks.take(name, outcomes)
+            self.checks.take(name, outcomes, self.open())
             evaluated.add(name)
         return evaluated
 

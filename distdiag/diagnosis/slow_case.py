@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 from distdiag.diagnosis import comparison
@@ -395,6 +396,7 @@ class Case:
         return next(iter(rooted.values()), ""), list(waited_ms.values())
 
 
+_SLOW = attrgetter("slow.ranks")
 VETOES = (
     Veto(lambda c: c.small and c.ahead,
          "rank {c.ahead[0]} arrives {c.ahead[1]:.0f} ms after the others, in whose steps no wait for it is seen: their hosts may run "
@@ -416,14 +418,14 @@ VETOES = (
     Veto(lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),
     Veto(lambda c: c.busy and not c.stage and c.same_code and c.most.queued_ms >= limits.queued * c.most.phase_ms,
          "rank {c.most.rank}: also waits {c.most.queued_ms:.0f} ms per step for a CPU, on a host whose cores are all in use: it may only have less "
-         "of them than the others", undecided=True),
+         "of them than the others", undecided=_SLOW),
     Veto(lambda c: c.seen < limits.seen,
-         "rank {c.most.rank}: the host's cores are all in use, and it computes little more than the others: it may only get a CPU later", undecided=True),
+         "rank {c.most.rank}: the host's cores are all in use, and it computes little more than the others: it may only get a CPU later", undecided=_SLOW),
     Veto(lambda c: c.jitters,
-         "rank {c.most.rank}: spends its time at a collective call, on a host whose cores are all in use", undecided=True),
+         "rank {c.most.rank}: spends its time at a collective call, on a host whose cores are all in use", undecided=_SLOW),
     Veto(lambda c: c.loaders_at_limit,
          "the loaders of the other ranks are busy, too, {c.busiest:share} of the time: none could go much faster"),
-    Veto(lambda c: c.lacks_cpu, "the loader workers of {c.slow.ranks} wait for a CPU, as those of all ranks may", undecided=True),
+    Veto(lambda c: c.lacks_cpu, "the loader workers of {c.slow.ranks} wait for a CPU, as those of all ranks may", undecided=_SLOW),
     Veto(lambda c: c.hands_out,
          "{c.slow.ranks}: the others wait for it in {c.hands_out}, in which it hands out what it alone reads"),
     Veto(lambda c: c.shadows, "{c.shadows} ran out of data and only shadow the collectives"),

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.verdict import SETTLED_S
-from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.engine import Checks, Diagnosis
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
@@ -143,6 +143,15 @@ def test_checks_and_reasons_of_abstention_are_kept() -> None:
     assert (checked.checked and "costs" in checked.reason) or "no rank is the slowest" in checked.reason
     d.update(job(rank(0, life=Life.KILLED, signal=15), rank(1, life=Life.KILLED, signal=15), t_s=5.0))
     assert next(c for c in d.checks.all if c.kind == "straggler") == checked, "the job's end says nothing of its speed"
+
+
+def test_what_cannot_be_told_of_a_rank_does_not_contradict_what_was_found_of_it() -> None:
+    checks, found = Checks(), Finding(kind="straggler", severity="warning", culprits=(3,), message="rank 3 is slow")
+    for q in (3, 2):  # another rank may be slow, too
+        checks.take("straggler", [Abstained(f"rank {q} may only lack a CPU", undecided=True, ranks=(q,))], [found])
+        assert [(c.checked, c.reason) for c in checks.all] == [
+            (True, "") if q == 3 else (False, "rank 2 may only lack a CPU")
+        ]
 
 
 def test_a_rule_that_raises_is_counted_and_loses_only_its_own_findings(monkeypatch: pytest.MonkeyPatch) -> None:

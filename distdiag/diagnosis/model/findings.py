@@ -226,3 +226,4 @@ class Abstained(msgspec.Struct, frozen=True):
     checked: bool = False  # inputs were complete: `reason` is the veto
     undecided: bool = False  # nor can it be excluded, whatever was judged before
     cause: str | None = None  # the only cause that this is about; None: the whole kind
+    ranks: tuple[int, ...] = ()  # the only ones that this is about; none: all
