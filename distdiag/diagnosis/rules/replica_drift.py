@@ -384,7 +384,7 @@ def _finding(
     words = WAYS[way]
     what = filled(
         words.what, passes=min((m.synced_backwards for m in models), default=0),
-        steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart, site=unawaited,
+        in_all=max((m.forwards / max(m.synced_backwards, 1) for m in models), default=0.0), steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart, site=unawaited,
         hooks=lost and ("its parameters" if lost.value == lost.key else f"{lost.value:.0f} of {lost.key} parameters that were checked"),
     )  # fmt: skip
     if each:
@@ -434,8 +434,8 @@ def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool
     """Return which of `WAYS` replicas went that came apart for a cause."""
     models = [m for r in s.ranks.values() for m in r.models]
     way = cause
+    accumulates = models and all(2 * m.forwards > 3 * m.synced_backwards > 0 for m in models)
     if averaged and began_equal:
-        accumulates = models and all(2 * m.forwards > 3 * m.synced_backwards > 0 for m in models)
         way = "accumulated" if accumulates else "update"
     elif averaged and cause == "gradients_not_synced":
         way = "first_update"
@@ -443,6 +443,8 @@ def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool
         way = averaged_by_ddp(s) or cause
     if way == "outside_fsdp" and not _left_to_ranks(s):
         return "beside_fsdp"
+    if local and averaged and accumulates:
+        return "added"
     if local and way in ("unequal", "update", "first_update"):
         return "local" if way == "unequal" else "changed"
     if way == "update" and written:

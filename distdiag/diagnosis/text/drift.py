@@ -252,6 +252,14 @@ WAYS = {
         "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is so "
         "already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
     ),
+    "added": Words(
+        "DDP averages in one of about {in_all:.0f} passes, and the gradients with which the optimizer steps differ between the ranks: passes after "
+        "that one may add each rank's own, or a rank changes them there",
+        "leave `no_sync()` for the LAST backward pass before each optimizer step (`(i + 1) % n == 0`), not for the first (`i % n == 0`): it "
+        "averages the sum of all; if it is so already, check whether one rank alone clips, scales or adds to its gradients, or a communication "
+        "hook averages nothing",
+        cause="update",
+    ),
 }
 WAYS["changed"] = replace(WAYS["local"], cause="update")  # after the replicas were equal
 # fmt: on

@@ -177,6 +177,23 @@ def test_averaged_gradients_that_the_optimizer_does_not_step_with_are_the_reason
     assert ("those with which the optimizer steps differ" in f.message and "p.grad.copy_" in (f.advice or "")) is local
 
 
+@pytest.mark.parametrize("equal_first", [True, False])
+def test_passes_after_the_one_that_averages_are_looked_at_first(equal_first: bool) -> None:
+    """Four passes per step, in three of which DDP averages nothing; the gradients are local in the end."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        values = ((k, Sample("gradients", k, 0.5 + 0.01 * q)) for k in (0, 2, 4, 8, 16))
+        return tuple(
+            x for k, of in values for x in (Sample("parameters", k, 1.0 + q * max(0, k - 3 * equal_first), key=5), of)
+        )
+
+    model = msgspec.structs.replace(MODEL, forwards=64, synced_backwards=16)
+    ranks = (rank(q, step=16, models=(model,), samples=samples(q)) for q in range(2))
+    f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
+    assert f.cause == "update" and "DDP averages in one of about 4 passes" in f.message
+    assert "`(i + 1) % n == 0`" in f.advice and "p.grad.copy_" not in f.advice
+
+
 @pytest.mark.parametrize(
     ("norm", "shard", "found"),
     [(lambda q, k: 1.0 + q * k, 1.0, True), (lambda q, k: 1.0 + k, 1.0, False), (lambda q, k: 1.0 + q * k, 0.0, False)],
