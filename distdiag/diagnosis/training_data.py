@@ -8,14 +8,25 @@ from distdiag.diagnosis.comparison import Veto
 from distdiag.diagnosis.model.findings import Abstained, rank_list
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot, Step
 
+_LEAST, _MOST = 0.9, 1.1  # elements reduced in a step per element that is stepped, if those are all gradients
+
 
 def synchronous(s: Snapshot) -> bool:
     """True if the ranks train one model together: DDP over all ranks, or gradients reduced by hand in each step."""
     groups = (s.groups.get(m.group or "") for r in s.ranks.values() for m in r.models if m.synced_backwards)
     if any(group is not None and set(group.ranks) >= set(s.ranks) for group in groups):
         return True
-    shares = [[x.value for x in r.samples if x.kind == "reduced"] for r in s.ranks.values()]
-    return all(mine and all(0.9 <= v <= 1.1 for v in mine) for mine in shares)
+    return all(mine and all(_LEAST <= v <= _MOST for v in mine) for mine in _reduced(s))
+
+
+def _more_reduced(s: Snapshot) -> bool:
+    """True if each rank reduces more elements in each step than its optimizers step."""
+    return not synchronous(s) and all(mine and min(mine) > _MOST for mine in _reduced(s))
+
+
+def _reduced(s: Snapshot) -> list[list[float]]:
+    """Return the elements that each rank has reduced in its sampled steps, per element that its optimizers step."""
+    return [[x.value for x in r.samples if x.kind == "reduced"] for r in s.ranks.values()]
 
 
 def stages(s: Snapshot) -> bool:
@@ -105,6 +116,9 @@ NOT_ONE_MODEL = (
     *NOT_ALL,
     Veto(lambda s: any(r.in_join for r in s.ranks.values()),
          "the ranks are in torch's Join context: uneven inputs are legal"),
+    Veto(_more_reduced,
+         "in each step more elements are reduced than the ranks' optimizers step: all gradients, of which each rank steps a shard, or other tensors, too; "
+         "so the ranks may train different models", False),
     Veto(lambda s: not synchronous(s),
          "neither DDP over all ranks nor a reduction of all gradients in each step is seen, so the ranks may train different models", False),
 )  # fmt: skip

@@ -197,7 +197,13 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     if cause is None or (mild and not began_equal):
         averaged = kind_of == "parameters" and any(x.value >= limits.averaged for x in sampled(s, "averaged"))
         if common[0] or kind_of not in ("parameters", "outside_fsdp") or averaged or not steps[0]:
-            return abstained(f"{named} differ, as the structure of the model allows", checked=True)
+            stepped = kind_of == "parameters" and not any(r.models for r in s.ranks.values())
+            why = (
+                "the parameters that the ranks' optimizers step differ, as shards or each rank's own parts of a model may"
+                if stepped
+                else f"{named} differ, as the structure of the model allows"
+            )
+            return abstained(why, checked=True)
         return abstained(
             f"{named} were equal before the first step and differ since: each rank may have its own by intent"
         )
@@ -384,7 +390,8 @@ def _finding(
     words = WAYS[way]
     what = filled(
         words.what, passes=min((m.synced_backwards for m in models), default=0),
-        in_all=max((m.forwards / max(m.synced_backwards, 1) for m in models), default=0.0), steps=max(r.step for r in s.ranks.values()), name=newest and newest.name, share=newest and newest.value, apart=apart, site=unawaited,
+        in_all=max((m.forwards / max(m.synced_backwards, 1) for m in models), default=0.0), steps=max(r.step for r in s.ranks.values()),
+        name=newest and newest.name, share=newest and newest.value, apart=apart, site=unawaited,
         hooks=lost and ("its parameters" if lost.value == lost.key else f"{lost.value:.0f} of {lost.key} parameters that were checked"),
     )  # fmt: skip
     if each:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
@@ -21,6 +22,7 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
 )
 from distdiag.diagnosis.rules import nonfinite, replica_drift, unused_parameters
+from distdiag.diagnosis.training_data import NOT_ONE_MODEL
 from tests.diagnosis.made import MODEL, findings, job, loader, of_kind, only, rank
 from tests.diagnosis.made import steps as made_steps
 
@@ -175,6 +177,20 @@ def test_averaged_gradients_that_the_optimizer_does_not_step_with_are_the_reason
     f = only(of_kind(found_in(job(*(rank(q, models=models, samples=samples(q)) for q in range(2)))), "replica_drift"))
     assert f.cause == (cause if local else "update")
     assert ("those with which the optimizer steps differ" in f.message and "p.grad.copy_" in (f.advice or "")) is local
+
+
+def test_shards_that_the_optimizers_step_are_not_said_to_be_the_model() -> None:
+    """ZeRO-1 by hand: all gradients are reduced, and each rank steps a quarter of them."""
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        of = ((Sample("parameters", k, 1.0 + q + 0.1 * k, key=5), Sample("reduced", k, 4.0)) for k in (2, 4, 8, 16))
+        return sum(of, ())
+
+    s = job(*(rank(q, step=16, models=(), samples=samples(q)) for q in range(4)))
+    (drift,) = (x for x in replica_drift.evaluate(Facts(s)) if isinstance(x, Abstained) and x.cause is None)
+    assert drift.checked and drift.reason.startswith("the parameters that the ranks' optimizers step differ, as shards")
+    veto = vetoed(NOT_ONE_MODEL, s)
+    assert veto is not None and not veto.checked and "more elements are reduced than" in veto.reason
 
 
 @pytest.mark.parametrize("equal_first", [True, False])
