@@ -52,11 +52,12 @@ class Line:
     others: int = 0  # other calls that the same line of the caller leads to: `share` includes them
     grew: tuple[int, int] | None = None  # bytes of the first and the newest known call, if they grow steadily
     asynchronous: bool = False  # most of the time is waited for later
+    uneven: bool = False  # its calls carry different numbers of bytes
 
     @property
     def text(self) -> str:
         often = f", {self.per_step:.0f} times a step" if self.per_step >= limits.several else ""
-        size = f" of {size_text(self.mean_bytes)}" if self.mean_bytes else ""
+        size = f" of {size_text(self.mean_bytes)}{' on average' * self.uneven}" if self.mean_bytes else ""
         again = ", which reduces as many elements as DDP has averaged already" if self.again else ""
         if self.grew is not None:
             size, (first, newest) = "", map(size_text, self.grew)
@@ -98,6 +99,7 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
         len(by_call) - 1,
         _growth(calls),
         calls[-1].asynchronous,
+        len({c.bytes for c in calls}) > 1,
     )
 
 

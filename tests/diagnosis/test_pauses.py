@@ -65,7 +65,7 @@ def test_three_pauses_of_a_rank_that_may_save_are_half_of_the_time() -> None:
     assert pauses.share(lost) == pytest.approx(0.5, abs=0.03)
     f = only(found(snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)))
     assert (f.severity, f.culprits, f.victims) == ("warning", (0,), (1, 2))
-    assert "kept the others waiting 3 times, for 27 s in all, 50 % of the training time" in f.message
+    assert "kept the others waiting in 3 steps, for 27 s in all, 50 % of the training time" in f.message
 
 
 def test_pauses_for_data_name_what_a_worker_does_and_advise_workers_only_where_there_are_none() -> None:
@@ -215,7 +215,7 @@ def test_collections_that_cost_all_ranks_much_are_found_with_their_line(
     found = findings(job(*of), straggler, pauses=pauses, source=text.get)
     assert [(f.cause, f.culprits, f.severity) for f in found] == [("gc", (), severity)] * (severity is not None)
     for f in found:
-        assert "take 40 % of the time of every rank: 80 of 0.5 s so far" in f.message
+        assert "take 40 % of the time of every rank: 80 of 0.5 s since the warm-up" in f.message
         assert ("tidy.py:3" in f.message, "call `gc.collect()` at few steps" in str(f.advice)) == (
             seen > 9, seen > 9
         )  # fmt: skip

@@ -68,14 +68,14 @@ ROTATING = _row("rotating",
     "mostly in {phase}{sized}", "{share:share} of step time is spent waiting for the slowest rank",
     "{do}")  # fmt: skip
 PAUSES = _row("pauses",
-    "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}{worker}{early}",
+    "{culprits} kept the others waiting in {n} steps, for {total_s:time} in all, {share:share} of the training time{site}{worker}{early}",
     "{victims} {victims:waits|wait} {mean_s:.1f} s on average, at most {longest_s:.1f} s, in {culprits}'s pauses",
     "{do}", proved=True)  # fmt: skip
 IN_TURN = _row("rotating",
     "no single rank is slow, but they pause in turn: {each}; {share:share} of the training time in all{gc}{one_line}{early}",
-    "in each pause all other ranks wait: {total_s:time} so far", "{do}", proved=True)  # fmt: skip
+    "in each pause all other ranks wait: {total_s:time} in all", "{do}", proved=True)  # fmt: skip
 COLLECTING = _row("gc",
-    "full garbage collections take {share:share} of the time of every rank: {n} of {each_s:.1f} s so far{by_hand}",
+    "full garbage collections take {share:share} of the time of every rank: {n} of {each_s:.1f} s since the warm-up{by_hand}",
     "{share:share} of the time", "{do}", proved=True)  # fmt: skip
 BY_ARRIVAL = _row("host",
     "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",
