@@ -88,6 +88,7 @@ class Limits:
 
 limits = Limits()
 HANDING_OUT = ("scatter", "broadcast")
+_OTHER_PASS = {"forward": "backward", "backward": "forward"}
 
 
 def busy(s: Snapshot) -> bool:
@@ -110,6 +111,7 @@ class Excess(NamedTuple):
     all_ms: float
     ratio: float  # of its phase to the others'
     queued_ms: float
+    also_ms: float  # of forward or backward, if `phase` is the other of them
 
 
 def _load_per_core(s: Snapshot, r: RankState) -> float:
@@ -204,7 +206,8 @@ class Case:
         all_ms = statistics.median(self_ms(x) - ms for x, ms in zip(steps, others_ms, strict=True)) - queued_ms
         if self.stages and phase != "data":
             ratio = 1.0 + all_ms / max(statistics.median(others_ms), 0.1)
-        return Excess(rank, phase, excess[phase], all_ms, ratio, queued_ms)
+        also_ms = excess[_OTHER_PASS[phase]] if phase in _OTHER_PASS else 0.0
+        return Excess(rank, phase, excess[phase], all_ms, ratio, queued_ms, also_ms)
 
     @cached_property
     def crowded(self) -> bool:

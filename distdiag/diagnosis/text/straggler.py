@@ -241,10 +241,13 @@ def slow(case: Any) -> Finding:
     queued_ms = x.queued_ms if x.queued_ms >= 0.1 * x.phase_ms else 0.0
     queued = f" ({queued_ms:.0f} ms of them without a CPU)" if queued_ms else ""
     first = window.steps[x.rank][slow.indices[0]]
+    # what makes both passes longer is one finding, of one line, whichever of them is longest now
+    both = 2 * x.also_ms >= x.phase_ms > 0.0
+    phase, what = ("forward", {"what": "forward with backward"}) if both else (x.phase, {})
     return found(
-        SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], x.phase, case.source, **facts, queued=queued,
-        longer_ms=x.phase_ms + queued_ms, doing=case.doing, severity=Severity.INFO if case.doing == "queue" else None,
-        cause="host" if x.phase == "other" else x.phase, up_to="" if alone else "up to ",
+        SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], phase, case.source, **facts, **what, queued=queued,
+        longer_ms=x.phase_ms + queued_ms + both * x.also_ms, doing=case.doing, severity=Severity.INFO if case.doing == "queue" else None,
+        cause="host" if phase == "other" else phase, up_to="" if alone else "up to ",
         slower="slowest" if alone else "slower than all of them", gain=_NOT_KNOWN if case.doing == "queue" else _gain_text(window, slow, case.loader_gain),
         first_seen_s=first.end_s - first.step_ms / 1e3,
     )  # fmt: skip

@@ -163,6 +163,21 @@ def test_a_thread_that_makes_some_steps_much_longer_is_found_by_the_mean(share: 
     assert all("its thread 'flusher' computes 20 % of the time at metrics.py:12 in flush" in x.message for x in f)
 
 
+@pytest.mark.parametrize(("longest", "more_ms"), [("forward", 50.0), ("backward", 50.0), ("backward", 80.0)])
+def test_what_makes_both_passes_longer_is_one_finding_whichever_is_longest(longest: str, more_ms: float) -> None:
+    ranks = [rank(q, steps=steps(wait_ms=30.0 + more_ms, seed=q)) for q in range(2)]
+    other_ms = {"forward": {"backward_ms": 70.0}, "backward": {"forward_ms": 50.0}}[longest]
+    slow = tuple(
+        msgspec.structs.replace(x, step_ms=x.step_ms + 30.0, **other_ms) for x in steps(more_ms, longest, seed=2)
+    )
+    f = only(stragglers(job(*ranks, rank(2, steps=slow))))
+    found = re.match(r"rank 2: (.*) takes (\d+) ms longer per step", f.message)
+    assert found is not None
+    both = more_ms == 50.0  # of 80 ms, most is one pass alone
+    assert (f.cause, found[1]) == (("forward", "forward with backward") if both else ("backward", "backward"))
+    assert int(found[2]) == pytest.approx(80.0, abs=2.0)
+
+
 @pytest.mark.parametrize(
     ("phase", "elements", "named"),
     [("forward", 6e4, True), ("backward", 6e4, True), ("forward", 2.2e4, False), ("optimizer", 6e4, False)],
