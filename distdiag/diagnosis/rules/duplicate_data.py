@@ -51,6 +51,8 @@ _EXCHANGES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
 _REPEATED = "{repeated} of {world} ranks train on what another rank trains on"
 SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same batches{site}{also}", _REPEATED,
     "{do}", proved=True)  # fmt: skip
+FED = Template(kind, "same_batches_on_ranks", "the first batches of {same} are the same{site}{also}; later ones are not compared",
+    f"{_REPEATED}, if the later batches are the same, too", "{do}", proved=True)  # fmt: skip
 SAME_LABELS = Template(kind, "same_batches_on_ranks",
     "{same} train on batches with the same labels{site}{also}: the same samples, augmented differently, or other "
     "samples with the same pattern of labels", _REPEATED, "{do}")  # fmt: skip
@@ -307,7 +309,8 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         do = "iterable" if mine[0].dataset_length is None else "no sampler"
     else:
         do = "dataset" if all(x.sampler_fits for x in mine) else "sampler"
-    template, repeated = SAME_LABELS if labels else SAME_BATCHES, len(ranks) - len(groups)
+    template = SAME_LABELS if labels else FED if do == "fed" else SAME_BATCHES
+    repeated = len(ranks) - len(groups)
     if len(groups) > 1 and do == "no sampler":
         do = "parts"
     yield _found(
