@@ -20,7 +20,7 @@ LEADS_PAST = "on rank 1, too, where `if n > 0` at line 3 leads past it"
             Way.SKIPPED,
             "all_reduce",
             False,
-            f"make all_reduce at train.py:7 {LEADS_PAST}, with zeros or an empty tensor",
+            f"make all_reduce at train.py:7 {LEADS_PAST}, with zeros if it has nothing to add",
         ),
         (
             Way.ROUND,
@@ -90,7 +90,7 @@ def test_a_collective_that_a_library_makes_in_a_line_is_told_from_one_that_the_l
     assert (
         "run the line at train.py:1, in which a library makes all_gather_into_tensor, on rank 1, too" in advice
     ) is inside
-    assert ("with zeros or an empty tensor" in advice) is not inside
+    assert ("with its own part, or an empty one" in advice) is not inside
 
 
 @pytest.mark.parametrize(

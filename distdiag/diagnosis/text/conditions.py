@@ -76,8 +76,10 @@ def decision_advice(
         what, nothing = op_name(call.op) or "the collective", ""
         if ddp:
             what, nothing = f"DDP's {what}", f", for example with the backward {NO_WEIGHT}"
-        elif call.op and "barrier" not in call.op and not inside:
-            nothing = ", with zeros or an empty tensor if it has nothing to add"
+        elif "reduce" in call.op and not inside:
+            nothing = ", with zeros if it has nothing to add"
+        elif ("gather" in call.op or "all_to_all" in call.op) and not inside:
+            nothing = ", with its own part, or an empty one"
         do = f"run the line{place}, in which a library makes {what}," if inside else f"make {what}{place}"
         if condition.on_rank:
             return f"{do} on all ranks or on none: {guard} leads {who} past it"

@@ -94,5 +94,5 @@ def test_a_rank_that_exits_for_a_reason_is_told_to_take_part() -> None:
     f = only(snapshot(waits, ended), source={"/job/infer.py": text}.get)
     assert f.message.startswith("rank 1 ended before all_gather (infer.py:4): `if not shard` (line 2)")
     assert f.advice.startswith(
-        "make all_gather at infer.py:4 on rank 1, too, where `if not shard` at line 2 leads past it, with zeros"
+        "make all_gather at infer.py:4 on rank 1, too, where `if not shard` at line 2 leads past it, with its own part"
     )
