@@ -66,7 +66,7 @@ def test_guards_are_the_branches_that_a_line_needs(body: str, expected: list[str
 
 
 def test_lines_are_those_that_python_counts() -> None:
-    text = "x = 1\n\f\nif a:  # no line of its own\r    g()\r\n"
+    text = "x = 1\n\f\nif a:  # after a form feed, which ends no line\r    g()\r\n"
     (guard,) = guards.on_stack([Site(FILE, 4)], {FILE: text}.get)
     assert (guard.line, guard.text) == (3, "if a")
 

@@ -331,7 +331,7 @@ def test_samples_that_are_masked_at_random_are_compared_by_the_indices_that_the_
     [Counted(), Listed(torch.arange(600)), Listed(np.arange(600) % 10, "labels"), Listed(["a"] * 600), Rows(rows=torch.zeros(600, 4))],
     ids=["nothing", "an order", "labels", "one word", "a constant"],
 )  # fmt: skip
-def test_no_content_is_known_of_data_that_is_not_in_memory_or_all_alike(data: Any) -> None:
+def test_data_that_is_all_alike_or_not_in_memory_has_no_content_hash(data: Any) -> None:
     assert data_set_content(data, len(data)) == 0
 
 

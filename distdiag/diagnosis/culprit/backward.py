@@ -27,18 +27,15 @@ def left(
         return None
     if not any((x.file, x.function) == (outer.file, outer.function) and x.line > outer.line for x in mine):
         return None
-    who, reason, where = (
-        rank_list(ranks),
-        f"the backward{at(inner)} runs only where the input of its forward needs a gradient",
-        "",
-    )
+    who, where = rank_list(ranks), ""
+    text = f"; that backward{at(inner)} runs only where the input of its forward needs a gradient"
     if (anew := _made_anew(inner.file, source)) is not None:
-        reason += f"; {site_text(anew.place)} decides whether a new tensor, without a graph, is returned: `{anew.text}`"
+        text += f"; {site_text(anew.place)} decides whether a new tensor, without a graph, is returned: `{anew.text}`"
         where = f", as under `{anew.text}`{at(anew.place)}"
     return Testimony(
         ranks=tuple(ranks),
         head=f"{who} left `{syntax.line_at(outer, source)}`{at(outer)} without {op_at(call)} in it",
-        text=f"; the backward of an autograd function: {reason}",
+        text=text,
         advice=f"keep {who}'s result in the graph: look for a tensor that the model makes anew (zeros, detach, no_grad) on some "
         f"ranks{where}, and add the computed one times 0",
     )

@@ -236,7 +236,7 @@ def _of_interface(found: Collected, f: Fact) -> None:
 
 
 def _of_setting(found: Collected, f: Fact) -> None:
-    """Add to a host without an interface the name that it was told to use."""
+    """Name the interface that was not found: the one that NCCL was told to use on that host."""
     f.fields.setdefault("dev", found.settings.get(f.who.host, {}).get("NCCL_SOCKET_IFNAME", "of that name"))
 
 

@@ -140,9 +140,8 @@ class Later:
     over: dict[Path, tuple[int, str]] = field(default_factory=dict)  # as in `Collected`
     tests: set[Path] = field(default_factory=set)  # files that end with the summary of pytest
     _head: bytes = b""
-    _nan: set[int | None] = field(
-        default_factory=set
-    )  # ranks whose losses in the file that is read are all NaN, so far
+    # ranks whose losses in the file that is read are all NaN, so far
+    _nan: set[int | None] = field(default_factory=set)
 
     def begin(self, path: Path, head: bytes) -> None:
         """Note the time that the begin of a file shows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Any
@@ -73,24 +73,27 @@ class FindingsPage(Page[FindingsData]):
             for f in snap.findings:
                 sheet.add(*story_lines(f, (), width - 1), BLANK)
         elif width >= BESIDE:
-            self._beside(sheet, snap, ui)
+            self._in_columns(sheet, snap, ui)
         else:
-            self._below(sheet, snap, ui)
+            self._in_rows(sheet, snap, ui)
         return sheet.done()
 
-    def _below(self, sheet: Sheet, snap: Snapshot, ui: Ui) -> None:
+    def _in_rows(self, sheet: Sheet, snap: Snapshot, ui: Ui) -> None:
         """Write a line of each finding, and below what is known of the chosen one."""
         items = self.items(snap, ui)
         chosen = snap.findings[ui.index("findings", items)]
         if len(items) > 1:
-            by_key = {f.key: f for f in snap.findings}
+            by_key: dict[Hashable, Finding] = {f.key: f for f in snap.findings}
             room = max(1, min(len(items), sheet.left // 4))
-            entries = lambda some: (finding_lines(by_key[key], sheet.width, full=False)[0] for key in some)  # noqa: E731
+
+            def entries(keys: Sequence[Hashable]) -> Iterator[Line]:
+                return (finding_lines(by_key[key], sheet.width, full=False)[0] for key in keys)
+
             sheet.list(ui, "findings", items, room, entries, "   findings")
             sheet.add(rule(sheet.width))
         sheet.add(*_story(snap, chosen, sheet.width - 1, sheet.left))
 
-    def _beside(self, sheet: Sheet, snap: Snapshot, ui: Ui) -> None:
+    def _in_columns(self, sheet: Sheet, snap: Snapshot, ui: Ui) -> None:
         """Write the findings at the left, what is known of the chosen one at the right."""
         width, room = sheet.width, sheet.left
         left = max(36, min(56, width // 3))
