@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 
 from distdiag.diagnosis import kinds
@@ -33,6 +32,7 @@ from distdiag.diagnosis.polled import (
     polled_loop,
 )
 from distdiag.diagnosis.queues import filled_by, filled_elsewhere
+from distdiag.diagnosis.text import stall as wording
 from distdiag.diagnosis.text.conditions import conditions_text, decision_advice, kept_text, left_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import (
@@ -45,7 +45,7 @@ from distdiag.diagnosis.text.phrases import (
     worker_text,
     workers_of,
 )
-from distdiag.diagnosis.text.template import Template, filled
+from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.threads import Open, ended_thread, left_open
 from distdiag.diagnosis.training_data import UNSEEN
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
@@ -180,7 +180,7 @@ def unseen_text(ranks: list[int], call: Call, victims: list[int], waited_s: floa
 def _not_joined(s: Snapshot, ranks: list[int], call: Call, victims: list[int], waited_s: float) -> Finding | Abstained:
     if waited_s < _start_s(0):
         return Abstained(unseen_text(ranks, call, victims, waited_s, verb(victims, "waits", "wait")))
-    return NOT_JOINED(
+    return wording.NOT_JOINED(
         severity=Severity.ERROR if waited_s > limits.factor * _start_s(0) else Severity.WARNING, culprits=ranks, victims=victims,
         collective=call, waiting=wheres(s, victims), first_seen_s=s.t_s - waited_s, waited_s=waited_s, at_call=call.site,
     )  # fmt: skip
@@ -211,7 +211,7 @@ def _trains_on(facts: Facts, r: RankState) -> Finding | None:
     s = facts.snapshot
     call = s.ranks[victims[0]].blocked
     assert call is not None
-    return TRAINS_ON(
+    return wording.TRAINS_ON(
         culprits=(r.rank,), victims=victims, collective=call, where=where_stack(r, stack, "user_code"),
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - waited_s, called_at=call.site,
         ahead=ahead, waited_s=waited_s, world=s.world_size,
@@ -234,7 +234,7 @@ def _incomplete(facts: Facts) -> Iterator[Finding]:
         if first.p2p:
             ends = (f"rank {q} has issued {op_text(calls[q])}{at(calls[q].site)}" for q in ranks[:2])
             issued = f"{' and '.join(ends)}, and the message has"
-        yield INCOMPLETE(
+        yield wording.INCOMPLETE(
             severity=Severity.ERROR if waited_s > limits.factor * limit_s else Severity.WARNING,
             victims=ranks, collective=first,
             waiting=wheres(s, ranks, "waiting", {q: call.site for q, call in calls.items()}),
@@ -264,11 +264,11 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     places = (f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}" for site, q in at_site)
     if sets:
         places = (keys_text([s.ranks[q] for q in group], ranks) for _, group in at_site)
-    yield NOBODY_MOVES(
+    yield wording.NOBODY_MOVES(
         victims=sorted(s.ranks), where=map(where, ranks), step=max(r.step for r in ranks),
         first_seen_s=s.t_s - still_s, still_s=still_s, places="; ".join(places),
         severity=sets,
-        do=(_DO_KEYS if keys_differ(ranks, ranks, s.world_size) else _DO_NO_KEY) if sets else _DO_DUMP,
+        do=(wording.DO_KEYS if keys_differ(ranks, ranks, s.world_size) else wording.DO_NO_KEY) if sets else wording.DO_DUMP,
     )  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def _key_left_out(facts: Facts, late: RankState, waiting: RankState, still_s: fl
     ranks = [r for r in facts.snapshot.ranks.values() if r is not late]
     caught = caught_around(late.user_stack, facts.source)
     why = f"an error that `{caught[0]}`{at(caught[1])} caught" if caught is not None else "an error that it caught"
-    return KEY_LEFT_OUT(
+    return wording.KEY_LEFT_OUT(
         severity=Severity.ERROR, culprits=(late.rank,), victims=[r.rank for r in ranks], step=late.step, first_seen_s=facts.snapshot.t_s - still_s,
         where=(where(late, None, late.store_set_site), *where_stack(late, late.user_stack, "store_key")), waiting=map(where, ranks),
         key=waiting.store_key, waits=rank_list([waiting.rank]), at_wait=at(waiting.current_site), last=late.store_set, at_last=at(late.store_set_site),
@@ -368,14 +368,14 @@ def _never_joined(facts: Facts, late: Sequence[_Late], opened: Open, does: str) 
         return None
     ranks, first = sorted(y.state.rank for y in late), s.ranks[missing[0]]
     assert first.blocked is not None
-    return NEVER_JOINED(
+    return wording.NEVER_JOINED(
         culprits=missing, victims=ranks, collective=opened.call, severity=_severity(late),
         where=(w for q in missing for w in where_stack(s.ranks[q], s.ranks[q].user_stack, "waiting")),
         waiting=(w for y in late for w in where_stack(y.state, y.state.user_stack, y.state.activity)),
         step=x.state.step, first_seen_s=s.t_s - x.waited_s, opened=opened.call, at_opened=opened.call.site, died=died,
         each=rank_list(ranks) if len(ranks) == 1 else f"each of {rank_list(ranks)}", does=f"{does}{at(x.state.current_site)}",
         call=first.blocked, at_call=first.blocked.site, implicit=implicit_text(first, first.blocked), waited_s=x.waited_s,
-        do=filled(_DO_DIED if died else _DO_ABSENT, ranks=missing, call=opened.call),
+        do=filled(wording.DO_DIED if died else wording.DO_ABSENT, ranks=missing, call=opened.call),
     )  # fmt: skip
 
 
@@ -383,11 +383,11 @@ def _open_advice(r: RankState, opened: Open) -> str:
     guard, why = opened.alone, "find what started it, maybe a thread"
     if guard is not None:
         why = f"only rank {r.rank} is under `{guard.text}`{at(guard.site)}"
-    return filled(_DO_OPEN, call=opened.call, ranks=opened.missing, why=why)
+    return filled(wording.DO_OPEN, call=opened.call, ranks=opened.missing, why=why)
 
 
 def _of_loader(facts: Facts, r: RankState, workers: Sequence[Where]) -> str:
-    """Return the row of `_DO` for a rank that waits for its data loader."""
+    """Return the row of `wording.DO` for a rank that waits for its data loader."""
     lines = (line_at(Site(w.file, w.line or 0), facts.source) for w in workers if w.file)
     if any(by_line(line, idle=True) == "lock" and not _FILE_LOCK.search(line) for line in lines):
         return "worker's lock"
@@ -414,92 +414,6 @@ def _unset(facts: Facts, waited_s: float) -> Severity | None:
     return Severity.ERROR if nobody else None
 
 
-# -- wording ----------------------------------------------------------------------------------------------------------
-
-_WAIT_OF = "{victims:#} of {world} ranks wait"
-_warning = partial(Template, kind, severity=Severity.WARNING)
-_MISSES, _DOING = "{missing}{size}{implicit}", "{does}{loop}{worker}{open}{handling}{gone}"
-_WAITED = "{victims} {victims:has|have} waited {waited_s:time}{usual}"
-STALL = _warning("user_code", f"{{died}}{{left}}{_MISSES}; {_DOING}; {_WAITED}", "{cost}", "{do}")
-AT_LINE = _warning("user_code", f"{{died}}{_DOING}; {_MISSES}; {_WAITED}", "{cost}", "{do}")
-TRAINS_ON = _warning("user_code",
-    "{culprits} has not entered {collective}{called_at} and keeps training{site}, {ahead:,} steps ahead of "
-    "{victims}, {victims:which has|which have} waited {waited_s:time}", _WAIT_OF,
-    "check when that loop ends: a condition on the rank's own loss, time or data; let all ranks decide together, "
-    "or bound its steps; this is cleared if the rank enters the collective")  # fmt: skip
-INCOMPLETE = _warning("unknown",
-    "{issued} not completed for {waited_s:time}: a device is busy with earlier work, or the network does not "
-    "deliver", NO_PROGRESS,
-    "see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors")  # fmt: skip
-NOBODY_MOVES = _warning("unknown",
-    "no rank has moved for {still_s:time}, and none is known to wait for another: {places}", NO_PROGRESS,
-    "{do}")  # fmt: skip
-NOT_JOINED = _warning("unknown",
-    "{culprits} {culprits:was never seen and|were never seen, and at least one of them} has not joined in {collective}; {victims} "
-    "{victims:has|have} waited {waited_s:time}{at_call}", "the job does not start",
-    "check that the launcher started {culprits} (WORLD_SIZE, --nnodes, --nproc-per-node; each process needs its own RANK); read "
-    "{culprits:its log|their logs}; check from there that MASTER_ADDR and its port answer: `distdiag doctor --reach HOST:PORT`")  # fmt: skip
-KEY_LEFT_OUT = _warning("user_code",
-    "{culprits} has not set the key '{key}' of a store, for which {waits} waits{at_wait}: the key that it set last is '{last}'{at_last}, and it "
-    "waits for '{own}'{at_own}; no rank has moved for {still_s:time}", NO_PROGRESS,
-    "see what led {culprits} past that line: {why}, or a condition; set the key on that path, too, or let the error end the rank, and give the waits a timeout")  # fmt: skip
-NEVER_JOINED = _warning("user_code",
-    "{died}{culprits} {culprits:has|have} not entered {opened}{at_opened}, which {victims} {victims:has|have} in flight; {each} {does}, "
-    "and {culprits} {culprits:waits|wait} for {victims:it|them} in {call}{at_call}{implicit} for {waited_s:time}", NO_PROGRESS,
-    "{do}")  # fmt: skip
-_DO_DUMP = (
-    "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, threads that "
-    "communicate at once, or a device that hangs"
-)
-_DO_NO_KEY = "find which rank should set its key before it waits for another's, and give these waits a timeout"
-_DO_KEYS = "the keys differ between ranks: build them from something that is equal on all (hash() of a string is not: it is salted per process)"
-_DO_DIED = (
-    "fix that error on {ranks}; let a thread that fails end its rank, or report it to the main thread of each rank"
-)
-_DO_ABSENT = "find what keeps {ranks} from {call}: a thread that has not started, or that returned before it"
-_OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
-_DO_OPEN = "{ranks} must enter {call}, too, or no rank may: {why}"
-_DO_GONE = (
-    "see what ended that process (what it printed; `dmesg -T | grep -i oom`); if the rank waits for it, let the rank fail with it: look "
-    "at is_alive() or the exit code, and give the wait a timeout"
-)
-_DO_IMPORT = (
-    "if that thread or process imports the same module, or a name of it, it waits until this import ends: start none while a module is imported, "
-    "but in a function that is called later"
-)
-_DO_LEFT = "let all ranks leave that loop in the same round: let them decide together when it ends (all_reduce a flag)"
-_DO_POLL = "find who ends the loop `{loop}`: it may have failed, or caught an exception and gone on"
-_DO_POLL_FILE = f"{_DO_POLL}; or it makes another file: compare the path on the ranks"
-_DO_POLL_GONE = (
-    "find who should remove the file that `{loop}` tests: a lock file stays if its process was killed; look at its age and its "
-    "owner, remove it if that has gone, and lock with `fcntl.flock`, which ends with its process"
-)
-_LEFT_OUT = (
-    "{culprits} may have left out what {victims} {victims:%s} for, at `{why}`{at_why}; {victims} {victims:is|are} in %s"
-    "`{text}`{at_text}, and {culprits} has gone on to {call}{at_call}{implicit}, where it has waited {waited_s:time}"
-)
-POLLED = _warning("user_code", _LEFT_OUT % ("polls|poll", "the loop "), _WAIT_OF,
-    "see whether `{why}`{at_why} led {culprits} past it, and let it tell the others then (broadcast); poll with a time limit")  # fmt: skip
-KEY_UNSET = _warning("user_code", _LEFT_OUT % ("waits|wait", ""), _WAIT_OF,
-    "see whether `{why}`{at_why} led {culprits} past it, and set the key on that path, too")  # fmt: skip
-_FED = (
-    "it waits{site} for the queue `{name}`, which {fillers} {fillers:fills|fill}{put}, and {fillers:this waits|these wait} for it in turn: a "
-    "cycle, unless another thread or process fills that queue"
-)
-_DO_FED = "find what lets {fillers} leave out `{name}.put(…)`{put}{skip}; put something there in any case, or let {ranks} take what there is: get(timeout=…)"
-_DOES = {a.word: a.does for a in ACTIVITIES if a.does}
-_DO = {a.word: a.do for a in ACTIVITIES if a.do} | {
-    "": "if that work is meant to take so long, do it on all ranks, in a thread, or with a longer timeout of the group; if not, see where it "
-    "hangs; `distdiag dump` saves all stacks; this is cleared if the rank continues",
-    "sleep": "give that wait an end (a retry, a rate limit, a poll), or do it before the others enter the collective; `distdiag dump` saves all "
-    "stacks; this is cleared if the rank continues",
-    "loads itself": "check that line of the dataset: with num_workers=0 it runs in the training process",
-    "workers": "check that line of the dataset: storage that hangs, a lock, a loop",
-    "worker's lock": "a worker that is forked while another thread of its rank holds that lock waits for it for ever: start that thread after the "
-    'workers, give the DataLoader multiprocessing_context="forkserver", or take no lock in the dataset',
-}
-
-
 def _finding(facts: Facts, late: list[_Late]) -> Finding:
     """Return the finding of ranks at one line, the one that others have waited for longest first."""
     s, first = facts.snapshot, late[0]
@@ -514,19 +428,19 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
     gone = _dead_child(r) if threads or doing in ("socket", "process", "data") else ""
     died = ended_thread([r]) if threads and not gone else ""
     opened = left_open(facts, r) if threads else None
-    if opened and (found := _never_joined(facts, late, opened, _DOES[doing])):
+    if opened and (found := _never_joined(facts, late, opened, wording.DOES[doing])):
         return found
     do = _of_loader(facts, r, workers) if doing == "data" else doing
     polled = polled_loop(r.current_site, facts.source) if doing in ("sleep", "user_code") else None
     doing = "sleep" if polled is not None and polled[2] else doing  # between two naps it tests
-    otherwise = _DO_IMPORT if doing == "worker" and _import(facts, r) else _advice(facts, states, victim, do)
-    thread = filled(_DO_DIED, ranks=ranks) if died else otherwise
-    advice = _open_advice(r, opened) if opened else _DO_GONE if gone else thread
+    otherwise = wording.DO_IMPORT if doing == "worker" and _import(facts, r) else _advice(facts, states, victim, do)
+    thread = filled(wording.DO_DIED, ranks=ranks) if died else otherwise
+    advice = _open_advice(r, opened) if opened else wording.DO_GONE if gone else thread
     victims = sorted({v for x in late for v in x.victims})
     key, for_file = doing == "store_key", polled is not None and "exists" in polled[0]
     others = [state for q, state in s.ranks.items() if q not in ranks]
     if keys_differ(states, others, s.world_size):
-        advice = _DO_KEYS
+        advice = wording.DO_KEYS
     elif key or (polled is not None and polled[2] and not opened):
         why = hidden_error(r.user_stack, facts.source)
         if why is None and (key or for_file):
@@ -538,21 +452,21 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
             advice += f", at `{why[0]}`{at(why[1])}" if why is not None else ""
     # of a message each rank makes another half: which it has left out is not known
     left = [] if call.p2p else paths.left_loop(r.user_stack, victim.user_stack, facts.source)
-    advice = (decision_advice(left[0], ranks, call) if len(left) == 1 else _DO_LEFT) if left else advice
+    advice = (decision_advice(left[0], ranks, call) if len(left) == 1 else wording.DO_LEFT) if left else advice
     fed, does = _of_queue(facts, r, victims) if doing in ("socket", "queue", "lock") and not died else ("", "")
     advice, does = fed or advice, does or keys_text(states, others)
     at_line = r.current_site is not None and not left and not does  # the line is what a person looks for
-    return (AT_LINE if at_line else STALL)(
+    return (wording.AT_LINE if at_line else wording.STALL)(
         cause=_CAUSE.get(doing, "user_code" if r.current_site else "unknown"),
         severity=_unset(facts, first.waited_s) or _severity(late), culprits=ranks, victims=victims,
         collective=call if call.op else None, where=(*(w for state in states for w in where_stack(state, state.user_stack, state.activity)), *workers),
         waiting=wheres(s, victims), step=r.step, first_seen_s=s.t_s - first.waited_s,
         left=f"{left_text(ranks, call)}: {conditions_text(left)}; " if left else "", missing=_missing_text(ranks, call, victim.rank, at_line),
         size=f", {size_text(call.bytes)}" if call.bytes else "", implicit=implicit_text(victim, call),
-        does=does or f"{_subject(ranks, at_line)} {_DOES.get(doing, 'is busy')}{at(r.current_site)}",
+        does=does or f"{_subject(ranks, at_line)} {wording.DOES.get(doing, 'is busy')}{at(r.current_site)}",
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else _import(facts, r),
         worker=worker_text(r) if doing == "data" else "",
-        open=filled(_OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
+        open=filled(wording.OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
         died=died, gone=gone,
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
@@ -563,9 +477,9 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
 
 
 def _advice(facts: Facts, late: Sequence[RankState], victim: RankState, row: str) -> str:
-    """Return a row of `_DO`, after the condition on the rank that keeps this work to the late ranks."""
+    """Return a row of `wording.DO`, after the condition on the rank that keeps this work to the late ranks."""
     ranks, stacks = [r.rank for r in late], (late[0].user_stack, victim.user_stack)
-    return (kept_text(*stacks, ranks, facts.source) if row in _DUTIES else "") + _DO.get(row, _DO[""])
+    return (kept_text(*stacks, ranks, facts.source) if row in _DUTIES else "") + wording.DO.get(row, wording.DO[""])
 
 
 def _import(facts: Facts, r: RankState) -> str:
@@ -584,7 +498,7 @@ def _cost(world: int, victims: Sequence[int], ranks: Sequence[int], sure: bool, 
         waits: The late ranks wait, too: for another process, another host, or a rank.
     """
     if len(victims) + len(ranks) < world or not (sure or waits):
-        return filled(_WAIT_OF, victims=victims, world=world)
+        return filled(wording.WAIT_OF, victims=victims, world=world)
     return NO_PROGRESS if sure else "every rank waits"
 
 
@@ -594,13 +508,13 @@ def _of_queue(facts: Facts, r: RankState, victims: Sequence[int]) -> tuple[str, 
     if fed is None:
         return _filler_text(r, facts.source), ""
     skip = f": `{fed.condition}`{at(fed.condition_at)} leads past it" if fed.condition else ""
-    do = filled(_DO_FED, name=fed.name, fillers=fed.ranks, put=fed.put, ranks=[r.rank], skip=skip)
-    return do, filled(_FED, name=fed.name, fillers=fed.ranks, put=fed.put, site=r.current_site)
+    do = filled(wording.DO_FED, name=fed.name, fillers=fed.ranks, put=fed.put, ranks=[r.rank], skip=skip)
+    return do, filled(wording.FED, name=fed.name, fillers=fed.ranks, put=fed.put, site=r.current_site)
 
 
 def _of_loop(loop: str) -> str:
     """Return what to do about a loop that polls: for a file to be made, for one to vanish, or for anything else."""
-    row = _DO_POLL if "exists" not in loop else _DO_POLL_FILE if "not " in loop else _DO_POLL_GONE
+    row = wording.DO_POLL if "exists" not in loop else wording.DO_POLL_FILE if "not " in loop else wording.DO_POLL_GONE
     return filled(row, loop=loop)
 
 
@@ -629,7 +543,7 @@ def _polled_for(
     call = state.blocked
     assert call is not None
     text, at_text = polled[:2] if polled is not None else (line_at(site, facts.source), site)
-    return (KEY_UNSET if polled is None else POLLED)(
+    return (wording.KEY_UNSET if polled is None else wording.POLLED)(
         severity=_unset(facts, first.waited_s), culprits=(writer,), victims=ranks, collective=call if call.op else None,
         where=(where(state, None, why[1]), *where_stack(state, state.user_stack, "waiting")),
         waiting=(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, s.ranks[q].activity)),

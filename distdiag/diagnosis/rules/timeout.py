@@ -8,9 +8,9 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.endings import End, timed_out
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
-from distdiag.diagnosis.rules.stall import NOT_JOINED
 from distdiag.diagnosis.text.conditions import kept_text
 from distdiag.diagnosis.text.phrases import where, where_stack
+from distdiag.diagnosis.text.stall import NOT_JOINED
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.wait import last_wait
 from distdiag.terms.units import rough_duration
