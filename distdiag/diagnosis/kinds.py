@@ -116,7 +116,7 @@ STRAGGLER = Kind(
     explains=(Explains(kind="comm_bound", only_suspected=True),),  # the others wait for this rank, not for the network
 )  # fmt: skip
 INPUT_BOUND = Kind(name="input_bound", severities=(_INFO,), while_blocked=False, hold=3)
-COMM_BOUND = Kind(name="comm_bound", severities=(_INFO,), while_blocked=False, hold=3)
+COMM_BOUND = Kind(name="comm_bound", severities=(_INFO, _WARNING), while_blocked=False, hold=3)
 DUPLICATE_DATA = Kind(
     name="duplicate_data", severities=(_INFO, _WARNING), sticky=True,
     causes=("same_batches_on_ranks", "same_order_every_epoch", "same_samples_from_workers"),

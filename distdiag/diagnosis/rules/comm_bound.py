@@ -1,5 +1,5 @@
 """comm_bound: every rank loses this share of its time to communication that does not overlap with
-computation.
+computation; it is an info. That `no_sync()` has no effect is counted, and is a warning.
 
 If one rank is late, the others wait for it: that is a straggler instead. On a device backend no
 host waits in a collective, so DDP's own timings are used.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from distdiag.diagnosis import call_cost, comparison, kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import Gradients, gradients
-from distdiag.diagnosis.model.findings import Abstained, Finding, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import WARM_STEPS, Buckets, Site, Snapshot
 from distdiag.diagnosis.replicas import limits as averaged
 from distdiag.diagnosis.rules.straggler import limits as straggling
@@ -54,14 +54,14 @@ PROBE = "`distdiag probe allreduce` measures what this machine can do"
 COMM_BOUND = Template(
     kind, None,
     "communication that no computation hides (exposed): at least {share:share} of {of} on every rank{late}{gradients}{cores}",
-    "{share:share} of {of}", "{do}")  # fmt: skip
+    "{share:share} of {of}", "{do}", severity=Severity.INFO)  # fmt: skip
 # NCCL has no all-reduce of sparse gradients
 SHARDED = "split the table by rows over the ranks, as TorchRec does, or train it less often"
 SPARSE = "`Embedding(…, sparse=True)` sends those only; its optimizer must take sparse gradients, as SGD and SparseAdam do, and `clip_grad_norm_` takes none"
 REDUCED_AGAIN = Template(
     kind, None,
     "gradients are reduced twice: DDP averages them in backward, and in each step the script reduces as many elements again{site}",
-    "the time of the second reduction", call_cost.AGAIN)  # fmt: skip
+    "the time of the second reduction", call_cost.AGAIN, severity=Severity.INFO)  # fmt: skip
 IN_VAIN = Template(
     kind, None,
     "`no_sync()` has no effect{site}: {n} of {every} backward passes of a step run in it, their forward does not, so all {every} exchange "
@@ -77,7 +77,7 @@ STAGES = Template(
     "every rank waits at least {share:share} of {of} for what the others send{late}: the idle time of a pipeline (its bubble) is "
     "part of it, as communication is{cores}",
     "{share:share} of {of}",
-    "of a pipeline, more micro-batches per step shorten the idle time at its start and end{few}; " + PROBE)  # fmt: skip
+    "of a pipeline, more micro-batches per step shorten the idle time at its start and end{few}; " + PROBE, severity=Severity.INFO)  # fmt: skip
 
 
 class Part(NamedTuple):

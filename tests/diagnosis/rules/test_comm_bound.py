@@ -239,7 +239,9 @@ def test_no_sync_around_backward_alone_is_named_by_counts_at_any_load() -> None:
             "`no_sync()` has no effect at fit.py:80 in update: 3 of 4 backward passes of a step run in it, their forward "
             "does not, so all 4 exchange 100.0 MiB of gradients"
         )
-        assert f.certainty == "proved" and str(f.advice).startswith("put the forward inside `no_sync()`")
+        assert (f.severity, f.certainty) == ("warning", "proved") and str(f.advice).startswith(
+            "put the forward inside `no_sync()`"
+        )
     assert findings(job(*ranks(0)), comm_bound) == [] and findings(job(*ranks(2)), comm_bound) == []
     one = ranks(180)[0], ranks(0)[1]
     assert findings(job(*one), comm_bound) == []
