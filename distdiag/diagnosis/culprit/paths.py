@@ -42,20 +42,16 @@ class Condition(NamedTuple):
     way: Way = Way.ALONE
     on_rank: bool = False  # it tests the rank
     past: bool = False  # it led the others away, where these ranks went on
+    keeps_results: bool = False  # a decorator: a rank that has the result does not run the function
 
     @property
     def site(self) -> Site:
         return Site(self.file, self.line)
 
-    @property
-    def keeps_results(self) -> bool:
-        """True for a decorator by which a rank that has the result does not run the function."""
-        return self.text.startswith("@") and not self.on_rank
-
 
 def _condition(guard: Guard, way: Way) -> Condition:
     past = guard.kind is GuardKind.PASSED and way in (Way.ALONE, Way.STAYED)
-    return Condition(guard.site.file, guard.line, guard.text, way, guard.on_rank, past)
+    return Condition(guard.site.file, guard.line, guard.text, way, guard.on_rank, past, guard.keeps_results)
 
 
 class _Path(NamedTuple):
@@ -177,7 +173,7 @@ def conditions_between(
     by_rank = any(g.on_rank for g in (*path.own, *their_path.own))
 
     def first(g: Guard) -> bool:
-        return (g.caches and not by_rank) or rank_tests.reads_clock(g.test, g.source)
+        return (g.keeps_results and not by_rank) or rank_tests.reads_clock(g.test, g.source)
 
     for way, sort in (*((way, [*filter(first, sort)]) for way, sort in tries), *tries):
         found = [g for g in sort if g.can_differ(alive) and not (pair.changed and g.is_fixed)]

@@ -104,7 +104,7 @@ class Guard(NamedTuple):
         return line + ELSE if self.branch == "orelse" else line
 
     @property
-    def caches(self) -> bool:
+    def keeps_results(self) -> bool:
         """True for a decorator that keeps the results of its function: a rank that has the result does not run it."""
         return self.branch == "decorator" and syntax.keeps_results(self.node)
 
@@ -133,7 +133,7 @@ class Guard(NamedTuple):
         """True if it can have another result on another rank; a rank that is alive has not ended its process."""
         equal = rank_tests.constants(self.source)
         if self.branch == "decorator":
-            return self.on_rank or self.caches
+            return self.on_rank or self.keeps_results
         if isinstance(self.node, LOOPS):
             return rank_tests.can_end_unevenly(self.node, equal)
         return not (alive and exits_process(self.way_out)) and rank_tests.can_differ(self.test, equal)
