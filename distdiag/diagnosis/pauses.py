@@ -1,4 +1,4 @@
-"""Pauses: steps in which one rank kept all others waiting unusually long, summed since the warm-up.
+"""Pauses: steps in which one rank kept all others waiting unusually long, and the time after the last one, summed since the warm-up.
 
 Medians hide them: three uploads of five seconds may be half of a job, in steps that nobody calls slow. What is
 lost is what counts, whoever may save, validate or upload.
@@ -7,7 +7,7 @@ lost is what counts, whoever may save, validate or upload.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot, Step
 from distdiag.diagnosis.step_times import LIMITS, PHASES, part_ms, self_ms
@@ -41,12 +41,20 @@ class Lost:
             at[stack[0]] += n
         return max(self.stacks, key=lambda stack: (at[stack[0]], self.stacks[stack]), default=())
 
+    def plus(self, ms: float, phase: str, settled: bool) -> Lost:
+        """Return the same with one more pause; the stacks are shared."""
+        return replace(
+            self, times=self.times + 1, ms=self.ms + ms, longest_ms=max(self.longest_ms, ms),
+            settled_times=self.settled_times + settled, settled_ms=self.settled_ms + settled * ms,
+            phases=self.phases + Counter({phase: round(ms)}),
+        )  # fmt: skip
+
 
 @dataclass
 class Pauses:
     """The pauses of all ranks so far; follows the snapshots of a job."""
 
-    of: dict[int, Lost] = field(default_factory=dict)
+    of: dict[int, Lost] = field(default_factory=dict)  # in steps
     begun_s: float | None = None  # when the first step that is included began
     settled_s: float | None = None  # when the first step after `LIMITS.settled` began
     end_s: float = 0.0
@@ -54,11 +62,22 @@ class Pauses:
     gc_before: dict[int, tuple[float, float, int]] = field(default_factory=dict)
     long_until_s: float = 0.0  # end of the newest long step, whoever waited in it; now, if a rank is in one
     _step: int = LIMITS.warm_up  # the newest that is included
+    # ms that all others have waited for a rank since then; the next step, if there is one, includes that time
+    _after: Counter[int] = field(default_factory=Counter)
+    _after_s: float = 0.0  # first arrival of the newest collective that is included
+    _least_ms: float = PAUSE_MS  # of a pause
 
     @property
     def span_s(self) -> float:
-        """The job's time from the warm-up to the newest step of all ranks."""
+        """The job's time from the warm-up to the newest step of all ranks, or collective after it."""
         return 0.0 if self.begun_s is None else self.end_s - self.begun_s
+
+    def lost(self) -> dict[int, Lost]:
+        """Return what the pauses of each rank have cost so far, with that since the newest step of all ranks."""
+        (rank, ms), (_, other_ms), *_ = *self._after.most_common(2), (-1, 0), (-1, 0)
+        if ms - other_ms < self._least_ms:
+            return self.of
+        return self.of | {rank: self.of.get(rank, Lost()).plus(ms - other_ms, "other", self.settled_s is not None)}
 
     def share(self, lost: Lost) -> float:
         return lost.ms / 1e3 / self.span_s if self.span_s > 0 else 0.0
@@ -82,13 +101,17 @@ class Pauses:
             return
         if s.t_s - max(r.steps[-1].end_s for r in ranks) > max(LONG_STEP_S, FACTOR * (s.usual_step_s or 0.0)):
             self.long_until_s = s.t_s
+        self._least_ms = max(PAUSE_MS, FACTOR * (s.usual_step_s or 0.0) * 1e3)
         newest = min(r.steps[-1].step for r in ranks)
         first = max(self._step + 1, newest - len(ranks[0].steps) + 1)
         for step in range(first, newest + 1):
             x = _of(ranks[0], step)
             if x is not None:
-                self._add_step(ranks, x, s.usual_step_s or 0.0)
-        self._step = max(self._step, newest)
+                self._add_step(ranks, x)
+        if newest > self._step:
+            self._step = newest
+            self._after.clear()
+        self._add_after(s, min(x.end_s for r in ranks if (x := _of(r, newest)) is not None))
         if not self.gc_before and self.begun_s is not None:
             self.gc_before = {r.rank: (s.t_s, r.gc_s, r.gc_count) for r in ranks}
 
@@ -98,31 +121,32 @@ class Pauses:
         r = s.ranks[rank]
         return ((r.gc_s - gc_s) / (s.t_s - t_s), r.gc_count - count) if s.t_s > t_s else (0.0, 0)
 
-    def _add_step(self, ranks: list[RankState], x: Step, usual_s: float) -> None:
+    def _add_after(self, s: Snapshot, end_s: float) -> None:
+        """Add the collectives of all ranks that they have entered since the newest step of all, which ended at `end_s` on the first rank."""
+        since_s = max(end_s, self._after_s)
+        for a in s.arrivals:
+            if a.t_s > since_s and s.whole(a.group) and self.begun_s is not None:
+                self._after[a.late_rank] += round(min(a.alone_ms, a.waited_ms))
+                self._after_s = max(self._after_s, a.t_s)
+                self.end_s = max(self.end_s, a.t_s + a.skew_ms / 1e3)
+
+    def _add_step(self, ranks: list[RankState], x: Step) -> None:
         self.end_s = max(self.end_s, x.end_s)
         begun_s = x.end_s - x.step_ms / 1e3
         self.begun_s = begun_s if self.begun_s is None else self.begun_s
         if self.settled_s is None and x.step > LIMITS.settled:
             self.settled_s = begun_s
-        least_ms = max(PAUSE_MS, FACTOR * usual_s * 1e3)
-        if x.step_ms < least_ms:  # fast path: a pause is in the step of every rank
+        if x.step_ms < self._least_ms:  # fast path: a pause is in the step of every rank
             return
-        if x.step_ms >= max(LONG_STEP_S * 1e3, least_ms):
+        if x.step_ms >= max(LONG_STEP_S * 1e3, self._least_ms):
             self.long_until_s = max(self.long_until_s, x.end_s)
         steps = {r.rank: y for r in ranks if (y := _of(r, x.step)) is not None}
         if len(steps) < len(ranks):
             return
         rank, lost_ms = _kept_waiting(ranks, steps)
-        if lost_ms < least_ms:
-            return
-        lost = self.of.setdefault(rank, Lost())
-        lost.times += 1
-        lost.ms += lost_ms
-        lost.longest_ms = max(lost.longest_ms, lost_ms)
-        if x.step > LIMITS.settled:
-            lost.settled_times += 1
-            lost.settled_ms += lost_ms
-        lost.phases[max(PHASES, key=lambda phase: part_ms(steps[rank], phase))] += round(lost_ms)
+        if lost_ms >= self._least_ms:
+            phase = max(PHASES, key=lambda phase: part_ms(steps[rank], phase))
+            self.of[rank] = self.of.get(rank, Lost()).plus(lost_ms, phase, x.step > LIMITS.settled)
 
 
 def _of(r: RankState, step: int) -> Step | None:

@@ -67,7 +67,8 @@ class Collectives:
         for key in [k for k, v in self._open.items() if k[0] in groups and len(v) >= len(groups[k[0]].ranks)]:
             by_rank = self._open.pop(key)
             entered = {q: c.entered_s or 0.0 for q, (c, _) in by_rank.items()}
-            first, last = min(entered.values()), max(entered.values())
+            times = sorted(entered.values())
+            first, before, last = times[0], times[-2:][0], times[-1]
             late = max(entered, key=lambda q: entered[q])
             call, waited_s = by_rank[late]
             self._compare(key, {q: c for q, (c, _) in by_rank.items()}, groups[key[0]].backend)
@@ -85,7 +86,9 @@ class Collectives:
             waited = max((w for q, (_, w) in by_rank.items() if q != late), default=0.0)
             shared = min(w for _, w in by_rank.values())
             self.arrivals.append(
-                Arrival(key[0], key[1], call.op, first, (last - first) * 1e3, late, waited * 1e3, shared * 1e3)
+                Arrival(
+                    *key, call.op, first, (last - first) * 1e3, late, waited * 1e3, shared * 1e3, (last - before) * 1e3
+                )
             )
         return out
 

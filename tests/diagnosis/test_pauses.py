@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.model.findings import Finding
-from distdiag.diagnosis.model.snapshot import Site, Snapshot, Step
+from distdiag.diagnosis.model.snapshot import Arrival, Site, Snapshot, Step
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.rules import straggler
 from tests.diagnosis.made import findings, job, loader, only, rank, steps
@@ -65,7 +65,7 @@ def test_three_pauses_of_a_rank_that_may_save_are_half_of_the_time() -> None:
     assert pauses.share(lost) == pytest.approx(0.5, abs=0.03)
     f = only(found(snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)))
     assert (f.severity, f.culprits, f.victims) == ("warning", (0,), (1, 2))
-    assert "kept the others waiting in 3 steps, for 27 s in all, 50 % of the training time" in f.message
+    assert "kept the others waiting 3 times, for 27 s in all, 50 % of the training time" in f.message
 
 
 def test_pauses_for_data_name_what_a_worker_does_and_advise_workers_only_where_there_are_none() -> None:
@@ -101,6 +101,43 @@ def test_the_sum_does_not_depend_on_when_the_job_was_polled(seed: int) -> None:
     assert [q for q, x in some.of.items() if x.times] == [late]
     assert some.of[late].times == len(pauses)
     assert some.of[late].ms == pytest.approx(1e3 * sum(pauses.values()), rel=0.02)
+
+
+def after(s: Snapshot, pauses: dict[int, float], waited: float = 1.0) -> Snapshot:
+    """Return the snapshot some barriers later; `pauses`: seconds that all others are in one before this rank enters it, too.
+
+    Args:
+        waited: Share of that time that their hosts wait in it.
+    """
+    at_s, out = max(x.steps[-1].end_s for x in s.ranks.values()), []
+    for seq, (q, late_s) in enumerate(pauses.items()):
+        ms = late_s * 1e3
+        out.append(Arrival("default_pg", seq, "barrier", at_s + 0.01, ms + 5.0, q, waited * ms, 0.0, ms))
+        at_s += late_s + 0.02
+    return replace(s, arrivals=tuple(out), t_s=at_s)
+
+
+def test_what_follows_the_last_step_is_one_more_pause() -> None:
+    of = snapshots({60: 9.0, 160: 9.0}, polls=40)
+    f = only(found([*of, after(of[-1], {0: 9.0})]))
+    assert (f.severity, f.culprits) == ("warning", (0,))
+    assert "kept the others waiting 3 times, for 27 s in all, 50 % of the training time" in f.message
+    for pauses, waited in (({0: 0.15}, 1.0), ({0: 9.0}, 0.01), ({0: 9.0, 1: 9.0}, 1.0), ({}, 1.0)):
+        assert found([*of, after(of[-1], pauses, waited)]) == [], "short, not waited for, or of another rank, too"
+    one = snapshots({60: 9.0}, polls=40)
+    assert found([*one, after(one[-1], {0: 9.0})]) == [], "one of two may be the end"
+    assert followed([*of, replace(after(of[-1], {0: 9.0}), groups={})]).lost()[0].times == 2, "not of all ranks"
+
+
+def test_a_step_that_follows_counts_that_time_instead() -> None:
+    of, late = snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=400), 258
+    between = after(of[late], {0: 9.0})
+    assert [x.ranks[0].step for x in (of[late], of[late + 1])] == [259, 260]
+    half, whole = followed([*of[: late + 1], between, between]), followed([*of[: late + 1], between, *of[late + 1 :]])
+    for pauses in (half, whole, followed(of)):
+        lost = pauses.lost()[0]
+        assert (lost.times, round(lost.ms / 1e3)) == (3, 27) and lost.stacks is pauses.of[0].stacks
+    assert half.of[0].times == 2 and whole.lost() is whole.of
 
 
 def test_few_short_or_shared_pauses_are_no_warning() -> None:

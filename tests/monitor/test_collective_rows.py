@@ -27,6 +27,8 @@ def test_arrivals_are_in_the_order_of_the_group() -> None:
     (row,) = collectives.rows(job(), 7)
     assert (row.arrivals_us, row.late_rank, row.step, row.t_s) == ("2500,10000,0", 1, 7, 5.0)
     assert row.duration_us == 250_000 and row.skew_us is not None and round(row.skew_us) == 10_000
+    (arrival,) = collectives.arrivals
+    assert [round(ms, 3) for ms in (arrival.skew_ms, arrival.alone_ms)] == [10.0, 7.5]
 
 
 def test_arrivals_are_kept_of_some_collectives_of_each_kind() -> None:

@@ -367,6 +367,7 @@ class Arrival(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     late_rank: int
     waited_ms: float = 0.0  # longest wait of another rank's host in it: the cost of the late rank
     shared_ms: float = 0.0  # wait of every rank's host in it, even of the last to arrive: communication time
+    alone_ms: float = 0.0  # from the last but one arrival to the last: all others wait for the late rank
 
 
 class CompletedConflict(msgspec.Struct, frozen=True, omit_defaults=True):

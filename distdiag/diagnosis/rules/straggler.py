@@ -3,12 +3,12 @@
 The slow rank is the one that waits least (see `step_times`). The cost is counterfactual: the step
 time if this rank were like the others; `wait` in tables is more: it has the waits for all others.
 A rank that is slow in some steps only is a straggler if it costs the others a fifth of their time,
-at regular intervals 15 %. Pauses that are too rare for that are summed over the job; those of the
-first 50 steps, in which kernels for new shapes are built, make no warning. If the slowest rank
-keeps changing, the cause is `rotating` and no rank is blamed; nor is one for what makes all of
-them slow: full garbage collections (`gc`), a debugging tool that stays on (`tools`), steps that
-take longer with time (`growth`). In a loop without optimizer steps, the straggler is the rank that
-enters its collectives last.
+at regular intervals 15 %. Pauses that are too rare for that are summed over the job, with what
+follows its last step as one; those of the first 50 steps, in which kernels for new shapes are
+built, make no warning. If the slowest rank keeps changing, the cause is `rotating` and no rank is
+blamed; nor is one for what makes all of them slow: full garbage collections (`gc`), a debugging
+tool that stays on (`tools`), steps that take longer with time (`growth`). In a loop without
+optimizer steps, the straggler is the rank that enters its collectives last.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _warns(f: Finding) -> bool:
 def _pauses(facts: Facts) -> Iterator[Finding]:
     """Yield the ranks whose pauses have cost the others enough, whatever those are for."""
     s, pauses = facts.snapshot, facts.pauses
-    for rank, lost in pauses.of.items():
+    for rank, lost in pauses.lost().items():
         share, total_s = pauses.share(lost), lost.ms / 1e3
         enough = share >= limits.pauses_info and lost.ms >= limits.pauses_ms
         if lost.times < limits.pauses or not enough or rank not in s.ranks:
@@ -96,9 +96,10 @@ def _in_turn(facts: Facts) -> Iterator[Finding]:
     On a busy host ranks pause by chance; garbage collections are none, and a line at which all do shows what differs.
     """
     s, pauses = facts.snapshot, facts.pauses
-    most = max((lost.times for lost in pauses.of.values()), default=0)
+    every = pauses.lost()
+    most = max((lost.times for lost in every.values()), default=0)
     least = limits.pauses - (most == limits.pauses)  # one has its turn before the others
-    of = {q: lost for q, lost in sorted(pauses.of.items()) if lost.times >= least and q in s.ranks}
+    of = {q: lost for q, lost in sorted(every.items()) if lost.times >= least and q in s.ranks}
     lost_ms = sum(lost.ms for lost in of.values())
     enough = pauses.span_s > 0 and lost_ms / 1e3 / pauses.span_s >= limits.pauses_share
     alone = any(lost.ms >= limits.recurrence * lost_ms for lost in of.values())

@@ -68,7 +68,7 @@ ROTATING = _row("rotating",
     "mostly in {phase}{sized}", "{share:share} of step time is spent waiting for the slowest rank",
     "{do}")  # fmt: skip
 PAUSES = _row("pauses",
-    "{culprits} kept the others waiting in {n} steps, for {total_s:time} in all, {share:share} of the training time{site}{worker}{early}",
+    "{culprits} kept the others waiting {n} times, for {total_s:time} in all, {share:share} of the training time{site}{worker}{early}",
     "{victims} {victims:waits|wait} {mean_s:.1f} s on average, at most {longest_s:.1f} s, in {culprits}'s pauses",
     "{do}", proved=True)  # fmt: skip
 IN_TURN = _row("rotating",
