@@ -31,7 +31,7 @@ from distdiag.diagnosis.polled import (
     nobody_sets,
     polled_loop,
 )
-from distdiag.diagnosis.queues import filled_by, filled_elsewhere
+from distdiag.diagnosis.queues import filled_by, other_end
 from distdiag.diagnosis.text import stall as wording
 from distdiag.diagnosis.text.conditions import conditions_text, decision_advice, kept_text, left_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
@@ -257,18 +257,24 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     naps = any(not r.store_key and "sleep(" in line_at(r.current_site, facts.source) for r in ranks)
     if still_s is None or still_s < limit_s or naps:
         return
-    at_site = [*by_value({r.rank: r.current_site for r in ranks}).items()][:4]
     if sets and (found := behind(ranks)) is not None:
         yield _key_left_out(facts, *found, still_s)
         return
-    places = (f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}" for site, q in at_site)
+    opened = {r.rank: x for r in ranks if (x := left_open(facts, r)) is not None}
+    at_site = [*by_value({r.rank: (r.current_site, _open_text(opened.get(r.rank))) for r in ranks}).items()][:4]
+    places = (
+        f"{rank_list(q)} {verb(q, 'is', 'are')}{at(site) or ' at an unknown line'}{more}" for (site, more), q in at_site
+    )
+    in_turn = bool(opened) and all({*x.missing} <= opened.keys() for x in opened.values())
     if sets:
         places = (keys_text([s.ranks[q] for q in group], ranks) for _, group in at_site)
     yield wording.NOBODY_MOVES(
         victims=sorted(s.ranks), where=map(where, ranks), step=max(r.step for r in ranks),
         first_seen_s=s.t_s - still_s, still_s=still_s, places="; ".join(places),
-        severity=sets,
-        do=(wording.DO_KEYS if keys_differ(ranks, ranks, s.world_size) else wording.DO_NO_KEY) if sets else wording.DO_DUMP,
+        severity=sets, unknown="" if opened else ", and none is known to wait for another",
+        do=(wording.DO_KEYS if keys_differ(ranks, ranks, s.world_size) else wording.DO_NO_KEY) if sets
+        else wording.DO_ORDER if in_turn else _open_advice(*next((s.ranks[q], x) for q, x in opened.items())) if opened
+        else wording.DO_DUMP,
     )  # fmt: skip
 
 
@@ -379,6 +385,11 @@ def _never_joined(facts: Facts, late: Sequence[_Late], opened: Open, does: str) 
     )  # fmt: skip
 
 
+def _open_text(opened: Open | None) -> str:
+    """Return `, with all_reduce #3 (save) at t.py:4 in save in flight, which rank 0 has not entered`; empty without one."""
+    return filled(wording.OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else ""
+
+
 def _open_advice(r: RankState, opened: Open) -> str:
     guard, why = opened.alone, "find what started it, maybe a thread"
     if guard is not None:
@@ -466,7 +477,7 @@ def _finding(facts: Facts, late: list[_Late]) -> Finding:
         does=does or f"{_subject(ranks, at_line)} {wording.DOES.get(doing, 'is busy')}{at(r.current_site)}",
         loop=f", in the loop `{polled[0]}`{at(polled[1])}" if polled is not None else _import(facts, r),
         worker=worker_text(r) if doing == "data" else "",
-        open=filled(wording.OPEN, call=opened.call, site=opened.call.site, ranks=opened.missing) if opened else "",
+        open=_open_text(opened),
         died=died, gone=gone,
         handling=f", while it handles {pending_exception.handled(r)}" if r.handling else "",
         waited_s=first.waited_s,
@@ -506,7 +517,7 @@ def _of_queue(facts: Facts, r: RankState, victims: Sequence[int]) -> tuple[str, 
     """Return (advice, what a rank does) if the ranks that wait for it fill the queue that it waits for; empty if not."""
     fed = filled_by(r, (facts.snapshot.ranks[v] for v in victims), facts.source)
     if fed is None:
-        return _filler_text(r, facts.source), ""
+        return _end_text(r, facts.source), ""
     skip = f": `{fed.condition}`{at(fed.condition_at)} leads past it" if fed.condition else ""
     do = filled(wording.DO_FED, name=fed.name, fillers=fed.ranks, put=fed.put, ranks=[r.rank], skip=skip)
     return do, filled(wording.FED, name=fed.name, fillers=fed.ranks, put=fed.put, site=r.current_site)
@@ -518,15 +529,15 @@ def _of_loop(loop: str) -> str:
     return filled(row, loop=loop)
 
 
-def _filler_text(r: RankState, source: Source) -> str:
-    """Return what to do about a queue that another thread or process fills; empty if it is not known where."""
-    if (found := filled_elsewhere(r, source)) is None:
+def _end_text(r: RankState, source: Source) -> str:
+    """Return what to do about a queue that another thread or process fills, or empties; empty if it is not known where."""
+    if (end := other_end(r, source)) is None:
         return ""
-    put, quiet = found
     handler = (
-        f": `{quiet.text}`{at(quiet.place)} catches what ends it, so let it pass that on" if quiet is not None else ""
+        f": `{end.quiet.text}`{at(end.quiet.place)} catches what ends it, so let it pass that on" if end.quiet else ""
     )
-    return f"see whether what fills that queue{at(put)} still runs{handler}; wait in the queue with a time limit"
+    does = "fills" if end.fills else "empties"
+    return f"see whether what {does} that queue{at(end.site)} still runs{handler}; wait in the queue with a time limit"
 
 
 def _polled_for(

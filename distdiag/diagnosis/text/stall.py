@@ -26,7 +26,7 @@ INCOMPLETE = _warning("unknown",
     "deliver", NO_PROGRESS,
     "see what the devices do (`nvidia-smi`, a long kernel before the call?) and the network's errors")  # fmt: skip
 NOBODY_MOVES = _warning("unknown",
-    "no rank has moved for {still_s:time}, and none is known to wait for another: {places}", NO_PROGRESS,
+    "no rank has moved for {still_s:time}{unknown}: {places}", NO_PROGRESS,
     "{do}")  # fmt: skip
 NOT_JOINED = _warning("unknown",
     "{culprits} {culprits:was never seen and|were never seen, and at least one of them} has not joined in {collective}; {victims} "
@@ -45,13 +45,17 @@ DO_DUMP = (
     "`distdiag dump` saves the stacks of all threads: look for a lock or a native call that two of them need, threads that "
     "communicate at once, or a device that hangs"
 )
+DO_ORDER = (
+    "each of these collectives lacks a rank that is in another of them: let one thread of every rank issue them, in one order, or give each "
+    "group a thread of its own on all ranks; `distdiag dump` saves the stacks of all threads"
+)
 DO_NO_KEY = "find which rank should set its key before it waits for another's, and give these waits a timeout"
 DO_KEYS = "the keys differ between ranks: build them from something that is equal on all (hash() of a string is not: it is salted per process)"
 DO_DIED = (
     "fix that error on {ranks}; let a thread that fails end its rank, or report it to the main thread of each rank"
 )
 DO_ABSENT = "find what keeps {ranks} from {call}: a thread that has not started, or that returned before it"
-OPEN = " while it has {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
+OPEN = ", with {call}{site} in flight, which {ranks} {ranks:has|have} not entered"
 DO_OPEN = "{ranks} must enter {call}, too, or no rank may: {why}"
 DO_GONE = (
     "see what ended that process (what it printed; `dmesg -T | grep -i oom`); if the rank waits for it, let the rank fail with it: look "

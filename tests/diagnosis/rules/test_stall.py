@@ -278,7 +278,7 @@ def test_a_stall_names_an_open_collective_that_others_never_enter() -> None:
     s.groups["save"] = Group(name="save", ranks=(0, 1))
     f = only(findings(s, rank_lost, stall))
     assert f.kind == "stall" and f.culprits == (1,)
-    assert "while it has collective #3 (save) in flight, which rank 0 has not entered" in f.message
+    assert ", with collective #3 (save) in flight, which rank 0 has not entered" in f.message
     assert "rank 0 must enter collective #3 (save), too" in f.advice
     text = "\ndef save():\n    if get_rank() == 0:\n        future.result()\n\ndef main():\n    save()\n    step()\n"
     stacks = {0: (Site("/t.py", 8, "main"),), 1: (Site("/t.py", 4, "save"), Site("/t.py", 7, "main"))}
@@ -464,6 +464,40 @@ def test_a_job_in_which_nobody_moves_and_nobody_waits_is_a_stall() -> None:
     assert only(motionless(310.0, host_blocked=False))
 
 
+def test_collectives_that_threads_have_in_flight_show_what_holds_up_ranks_that_do_not_move() -> None:
+    """Each rank's pool has one thread, and the tasks are not in one order: who waits for a thread is known by no frame."""
+
+    def found(*first: str) -> Finding:
+        ranks = []
+        for q, group in enumerate(first):
+            site = Site("/t.py", 3 + q, "reduce")
+            call = Call(op="all_reduce", group=group, seq=4, site=site, entered_s=100.0, other_thread=True)
+            counts = {name: 4 if name == group else 3 for name in ("g", "h")}
+            at_rest = {"current_site": STUCK, "host_blocked": True, "activity": "worker", "activity_since_s": 110.0}
+            own = (
+                {"calls": (call,), "enqueued": counts, "completed": {"g": 3, "h": 3}}
+                if group
+                else {"enqueued": {"g": 3, "h": 3}}
+            )
+            ranks.append(rank(q, step=9, **at_rest, **own))
+        groups = {name: Group(name=name, ranks=(0, 1), backend="gloo") for name in ("g", "h")}
+        return only(findings(job(*ranks, t_s=200.0, groups=groups), stall))
+
+    f = found("g", "h")
+    assert (f.severity, f.certainty, f.culprits) == ("warning", "suspected", ())
+    assert f.message == (
+        "no rank has moved for 90 s: rank 0 is at train.py:105 in main, with all_reduce #4 (g) at t.py:3 in reduce in flight, which "
+        "rank 1 has not entered; rank 1 is at train.py:105 in main, with all_reduce #4 (h) at t.py:4 in reduce in flight, which rank 0 "
+        "has not entered"
+    )
+    assert f.advice.startswith("each of these collectives lacks a rank that is in another of them")
+    f = found("g", "")
+    assert "; rank 1 is at train.py:105 in main" in f.message and f.advice.startswith(
+        "rank 1 must enter all_reduce #4 (g), too"
+    )
+    assert "none is known to wait" in found("", "").message
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -627,6 +661,20 @@ class Batches:
 """
 
 
+RETRIES = """class Producer(Thread):
+    def run(self):
+        while True:
+            try:
+                self.q.put(load(self.path))
+            except Exception as e:
+                log.warning("stopped: %s", e)
+
+class Batches:
+    def __next__(self):
+        return self.q.get()
+"""
+
+
 @pytest.mark.parametrize(
     ("text", "put", "handler"),
     [
@@ -634,14 +682,24 @@ class Batches:
         (PRODUCER.replace('log.warning("stopped: %s", e)', "raise"), True, False),
         (PRODUCER.replace("self.q.put", "self.out.put"), False, False),
         (PRODUCER + "\ndef stop(self):\n    self.q.put(None)\n", False, False),
+        (RETRIES, True, False),
+        (RETRIES.replace('log.warning("stopped: %s", e)', "break"), True, True),
+        (
+            PRODUCER.replace("self.q.put(load(path))", "save(self.q.get())").replace(
+                "return self.q.get()", "self.q.put(batch)"
+            ),
+            True,
+            True,
+        ),
     ],
-    ids=["quiet", "raises", "another queue", "two places"],
+    ids=["quiet", "raises", "another queue", "two places", "goes on", "leaves the loop", "empties"],
 )
-def test_what_fills_the_queue_that_a_rank_waits_for_may_have_ended(text: str, put: bool, handler: bool) -> None:
+def test_the_other_end_of_the_queue_that_a_rank_waits_for_may_have_ended(text: str, put: bool, handler: bool) -> None:
     get = Site("/job/data.py", 11, "__next__")
     s = waits_for_rank_one(20.0, 100.0, activity="queue", current_site=get, user_stack=(get,))
     f = only(findings(s, stall, source={get.file: text}.get))
-    assert ("whether what fills that queue at data.py:5 in run still runs" in f.advice) is put
+    does = "empties" if "put(batch)" in text else "fills"
+    assert (f"whether what {does} that queue at data.py:5 in run still runs" in f.advice) is put
     assert ("`except Exception as e` at data.py:6 in run catches what ends it" in f.advice) is handler
 
 
