@@ -74,7 +74,42 @@ QUOTED = uncaught(0, OOM).replace("[rank0]: ", "")  # it may be a part of a samp
 def test_a_failure_after_which_the_job_went_on_is_no_finding(tmp_path: Path, text: str) -> None:
     report = diagnose(tmp_path, text)
     assert [f for f in report.findings if f.severity == "error"] == []
-    assert report.state == "running" and any("the job went on" in note for note in report.notes)
+    assert report.state in ("running", "ended") and any("the job went on" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        ("Training finished.\n", "ended"),
+        ("[rank0]: the run has completed successfully\n", "ended"),
+        ("2031-03-02 08:41:10 INFO torchrun: exited with code 0\n", "ended"),
+        ("exit 0\n", "ended"),
+        ("{'train_runtime': 51.2, 'train_loss': 0.81, 'epoch': 1.0}\n", "ended"),
+        ("I0302 08:41:10 agent.py:9] [default] worker group successfully finished. Waiting 300 seconds\n", "ended"),
+        ("JobId=71 JobState=COMPLETED ExitCode=0:0\n", "ended"),
+        (raised(1, "KeyError: 'x'") + "exit code 1\n", "failed"),
+        ("exit code 10\n", "running"),
+        ("[rank1]: exited with code 0\n", "running"),  # the others may hang
+        ("Training epoch 3 completed\n", "running"),
+        ("train: 100%|####| 50/50 [00:10<00:00, 5.0it/s]\n", "running"),  # of one epoch
+        ("> building the train dataset: done\n", "running"),
+        ("Training finished.\neval step 3, loss 0.4\n", "running"),
+        ("Training finished.\nupload: Error: no space left\n", "running"),
+    ],
+)
+def test_the_state_is_what_the_last_lines_say(tmp_path: Path, last: str, state: str) -> None:
+    assert diagnose(tmp_path, STEPS + last).state == state
+
+
+def test_a_job_has_ended_if_each_file_with_steps_says_so(tmp_path: Path) -> None:
+    for rank, last, state in (
+        (0, "Training finished.\n", "ended"),
+        (1, "", "running"),
+        (1, "all steps done\n", "ended"),
+    ):
+        (tmp_path / f"rank{rank}.log").write_text(STEPS + last)
+        report = diagnose_logs([str(tmp_path)])
+        assert report is not None and report.state == state
 
 
 def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ class Collected:
     fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
     well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well
+    ended: bool = False  # the last lines say that the job ended well
     over: dict[Path, tuple[int, str]] = field(
         default_factory=dict
     )  # such a line before the first failure, if that is later than all progress

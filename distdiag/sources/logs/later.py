@@ -36,6 +36,7 @@ SURVIVED_S, REPORTED_S = 600.0, 3600.0
 # clocks without a zone differ by up to so much, in such steps; progress is shown so late
 ZONES_S, ZONE_S, SHOWN_S = 14 * 3600.0, 1800.0, 300.0
 Time = tuple[str, float]  # clock, seconds
+_NAMELESS: tuple[str, object] = "", None  # how a process without a name is known
 _PENDING = bounded(r"nodes are available|pull")  # what a scheduler of pods reports, and tries again
 _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
@@ -77,17 +78,20 @@ _BUT = r"(?!.{0,60}(?:(?<!without )(?<!no )error(?!s?\W{1,2}(?:None|0)\b)|fail|c
 _AGENT = bounded(
     r"worker group successfully finished|WorkerState\.SUCCEEDED"
 )  # of torchrun: then only its shutdown follows
-# words that a job ended well, by how much they say: of the whole job; of the lines before them; of one process
+# words that a job ended well, by how much they say: of the whole job; of the lines before them; perhaps only of a part of the job; of its
+# launcher; of one process
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded|\b\w{1,40}Job \S{1,253} (?:is )?successfully completed\b)")),
-    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
+    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|experiment|all (?:epochs|steps))(?: (?:run|job|loop|has|have|is|was|successfully)){0,3} (?:finished(?! (?:iter|epoch|step))|completed|done|succeeded)\b)" + _BUT)),
+    ("part", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b|, (?:cleaning up|destroying|shutting down)\b)" + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("file", bounded(r"\[exiting program (?:after \d{1,12} (?:iterations|minutes)|at iteration \d{1,12})\]")),  # Megatron
-    ("file", bounded(r"(?i:\btrain\w{0,3}(?: progress)?|\bepochs?|\bsteps?)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of a loop
+    ("part", bounded(r"(?i:\btrain\w{0,3}(?: progress)?|\bepochs?|\bsteps?)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of a loop
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
+    ("exit", bounded(r"^(?:\[?[\dT:.,+Z /-]{8,40}\]? ?)?(?:[A-Z]{4,8}:? )?\W{0,9}(?i:(?:the )?(?:launcher|torchrun|srun|mpirun|job|command|script|program|container)?:? ?(?:exit(?:ed)?|return(?:ed)?)[ _-]?(?:with )?(?:code|status)?(?: is)?[ =:]{0,3}0)\W{0,3}$")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
 # one of them is in every line that such a pattern, `_TESTED` or `_DONE` matches: these take long
@@ -227,7 +231,7 @@ class Later:
         self.began = self.began or progress
         if progress or number <= self.restarts.get(path, 0):
             self.over.setdefault(path, (0, ""))
-        elif path not in self.over and any(scope in ("job", "file") and regex.search(text) for scope, regex in _WELL):
+        elif path not in self.over and any(s in ("job", "file", "part") and regex.search(text) for s, regex in _WELL):
             self.over[path] = number, PREFIX.sub("", text).strip()
         if _AGENT.search(text) is not None:
             self.well.setdefault((path, "agent"), number)
@@ -251,7 +255,7 @@ class Later:
     def _line(self, path: Path, number: int, text: str, who: Writer, progress: bool) -> None:
         if _OF_END.search(text) is not None:
             for scope, regex in _WELL:
-                if regex.search(text) is not None:
+                if regex.search(text) is not None and (scope != "exit" or _names(who, who.rank) == [_NAMELESS]):
                     self.well.setdefault((path, scope), number)
             if _TESTED.search(text) is not None:
                 self.tests.add(path)
@@ -295,6 +299,19 @@ class Later:
     def between(self, path: Path, first: int, last: int, key: object = None) -> int:
         """Return how many lines of progress are between two lines."""
         return self.after(path, first, key) - self.after(path, last, key)
+
+    def ended(self, errors: Collection[tuple[Path, int, str]]) -> bool:
+        """True if each file with progress, and one at least, ends with words that the job, its launcher or that file's part ended well.
+
+        Args:
+            errors: (file, line, text) of the last lines that look like errors.
+        """
+        last = {(path, line) for (path, scope), line in self.well.items() if scope in ("job", "file", "agent", "exit")}
+        ended = {
+            path for path, line in last
+            if not self.after(path, line) and not any(p == path and number > line for p, number, _ in errors)
+        }  # fmt: skip
+        return bool(ended) and ended >= {path for path, _ in self.progress}
 
     def went_on(self, path: Path, first: int, last: int | None = None) -> bool:
         """True if more progress than can be in flight is between two lines: a synchronous job makes it only with all its ranks."""
@@ -343,7 +360,7 @@ def pace(tail: Sequence[tuple[int, bytes]]) -> Pace | None:
 def _names(who: Writer, rank: int | None) -> list[tuple[str, object]]:
     """Return by what a process can be known in one file: its rank, its label, its number on the node; or that it has no name."""
     names = (("rank", rank), ("process", who.process or None), ("task", who.task), ("local", who.local))
-    return [(kind, name) for kind, name in names if name is not None] or [("", None)]
+    return [(kind, name) for kind, name in names if name is not None] or [_NAMELESS]
 
 
 class _Ends:
@@ -421,7 +438,7 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     of_kernel = {id(f) for f in facts if f.path in own or KERNEL.search(f.text) is not None}
     ends = _Ends([f for f in facts if id(f) not in of_kernel], later)
     well = any(number for p, (number, _) in later.over.items() if p not in own) or any(
-        p not in own and scope not in ("process", "server") and not ends.after(p, line)
+        p not in own and scope not in ("exit", "process", "server") and not ends.after(p, line)
         for (p, scope), line in later.well.items()
     )
     if well and past | of_kernel >= {id(f) for f in facts}:
@@ -510,7 +527,7 @@ def _survived(at: Time | None, later: Later, path: Path, zoned: bool = True) -> 
 
 def _ended_well(f: Fact, later: Later, ends: _Ends) -> bool:
     """True if the lines after a failure say that the job, or its file's part of it, ended well; or that it was started again."""
-    for scope in ("file", "process"):
+    for scope in ("file", "part", "process"):
         line = later.well.get((f.path, scope), 0)
         elsewhere = ends.exit if scope == "process" else ends.exit - {f.path}
         if line > f.line and not ends.after(f.path, line) and not elsewhere:
@@ -547,7 +564,7 @@ def _others_went_on(f: Fact, later: Later, ends: _Ends) -> bool:
         return True
     if _names(f.who, f.rank)[0][0]:
         return later.went_on(f.path, f.line)
-    nameless = not ends.exit and later.after(f.path, f.line, ("", None)) >= NAMELESS
+    nameless = not ends.exit and later.after(f.path, f.line, _NAMELESS) >= NAMELESS
     if not f.uncaught or ends.exit:
         return not f.uncaught and (nameless or later.went_on(f.path, f.line))
     done = later.done.get(f.path, 0)  # a traceback in the text of a sample begins at a script, too

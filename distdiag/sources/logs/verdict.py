@@ -85,7 +85,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     ends = reader.later
     of_job = {key: loss for key, loss in ends.loss.items() if key[0] not in ends.tests}
     found.losses, found.took, found.steps, found.began = of_job, ends.took, bool(ends.progress), ends.began
-    found.over, found.tests = ends.over, ends.tests
+    found.over, found.tests, found.ended = ends.over, ends.tests, ends.ended(found.unknown)
     for f in (f for f in found.facts if f.role is Role.WAIT and f.path not in found.bars):
         found.bars[f.path] = ends.moving(f.path, f.line)
 
@@ -100,7 +100,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
             if (rank := rank_of(*key)) is not None and (clean := later.PREFIX.sub("", text).strip()):
                 of_rank.setdefault(rank, clean)
     ended_well = {path for path, scope in ends.well if scope != "server"}
-    found.well = {path: line for (path, scope), line in ends.well.items() if scope in ("job", "file", "agent")}
+    found.well = {path: line for (path, scope), line in ends.well.items() if scope in ("job", "file", "part", "agent")}
     failing = {path for path, *_ in ends.fatal}  # an error, and no progress after it: such a server shuts down, too
     for path in {path for path, scope in ends.well if scope == "server"} - failing:
         if all(ends.after(p, number) for p, number, _ in found.unknown if p == path):
@@ -129,10 +129,10 @@ def judge_logs(
     findings = [_after_caught(hosts.with_reports(f, found), found) for f in findings]
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting) if w.file}
     error = any(f.severity == Severity.ERROR for f in findings)
-    ended = bool(found.recorded) and all(r.ended for r in found.recorded.values())
+    recorded = bool(found.recorded) and all(r.ended for r in found.recorded.values())
     return Report(
         run=", ".join(map(str, given)),
-        state=State.FAILED if error or text else State.ENDED if ended else State.RUNNING,
+        state=State.FAILED if error or text else State.ENDED if recorded or found.ended else State.RUNNING,
         world_size=_world(found),
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
@@ -141,7 +141,7 @@ def judge_logs(
             *([] if findings else advice_on_stop(text or "", "\n".join(f.text for f in found.facts))),
             *_notes(found, findings, bool(findings or text)),
         ),
-        unjudged=None if findings or text or ended else _unjudged(found),
+        unjudged=None if findings or text or recorded else _unjudged(found),
         state_text=text,
     )
 
