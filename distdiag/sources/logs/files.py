@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from distdiag import guard
@@ -84,7 +85,11 @@ def is_empty(path: Path) -> bool:
 
 
 def _named_like_a_log(path: Path) -> bool:
-    name = path.name.lower()
+    return _log_name(path.name.lower())
+
+
+@lru_cache(MAX_FILES)
+def _log_name(name: str) -> bool:
     suffix = Path(name).suffix
     if suffix in (".gz", ".bz2", ".xz"):
         name = name[: -len(suffix)]

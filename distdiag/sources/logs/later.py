@@ -151,7 +151,8 @@ class Later:
         """Note the time that the begin of a file shows."""
         self._head = head
         lines = head.decode("utf-8", "replace").splitlines()[:MOST_WITHOUT_TIME]
-        times = (who.at for line in lines for _, who in messages(plain(line)) if who.at is not None)
+        timed = (text for text in map(plain, lines) if "{" in text or time_of(text) is not None)
+        times = (who.at for text in timed for _, who in messages(text) if who.at is not None)
         if (first := next(times, None)) is not None:
             self.begins[path] = first
 
@@ -226,9 +227,9 @@ class Later:
             by_path.pop(path, None)
         self.stepped = {key for key in self.stepped if key[0] != path}
 
-    def _before(self, path: Path, number: int, text: str, progress: bool) -> None:
+    def _before(self, path: Path, number: int, text: str, progress: re.Match[str] | None) -> None:
         """Note what a line before the first failure shows: progress, or that the work was done by then."""
-        self.began = self.began or progress
+        self.began = self.began or progress is not None
         if progress or number <= self.restarts.get(path, 0):
             self.over.setdefault(path, (0, ""))
         elif path not in self.over and any(s in ("job", "file", "part") and regex.search(text) for s, regex in _WELL):
@@ -252,7 +253,7 @@ class Later:
             loss.line, loss.times = number, loss.times + 1
         (self._nan.discard if loss.finite else self._nan.add)(who.rank)
 
-    def _line(self, path: Path, number: int, text: str, who: Writer, progress: bool) -> None:
+    def _line(self, path: Path, number: int, text: str, who: Writer, progress: re.Match[str] | None) -> None:
         if _OF_END.search(text) is not None:
             for scope, regex in _WELL:
                 if regex.search(text) is not None and (scope != "exit" or _names(who, who.rank) == [_NAMELESS]):
@@ -263,11 +264,10 @@ class Later:
                 self.done.setdefault(path, number)
         if who.rank is not None and (m := _TOOK.search(text)) is not None:
             self.took.setdefault(who.rank, (float(m["s"]), PREFIX.sub("", text).strip()))
-        if not progress:
+        if progress is None:
             return
         self._bar(path, number, text, who)
-        m = _PROGRESS.search(text)
-        shown = m is not None and (at := _SHOWN.match(text, m.start())) and at[0]
+        shown = (at := _SHOWN.match(text, progress.start())) and at[0]
         moved = self.moved.setdefault(path, [])
         if shown and (not moved or moved[-1][1] != shown):
             moved.append((-number, shown))
@@ -326,8 +326,10 @@ class Later:
         return False
 
 
-def _progress(text: str) -> bool:
-    return _PROGRESS.search(text) is not None and _NO_PROGRESS.search(text) is None
+def _progress(text: str) -> re.Match[str] | None:
+    """Return where a line shows progress; None if it does not."""
+    m = _PROGRESS.search(text)
+    return m if m is not None and _NO_PROGRESS.search(text) is None else None
 
 
 def pace(tail: Sequence[tuple[int, bytes]]) -> Pace | None:
