@@ -89,7 +89,7 @@ def ends(*rows: tuple[int, int, str]) -> str:
         ("[327.1] amdgpu 0000:65:00.0: amdgpu: [gfxhub] page fault (src_id:0 ring:24 vmid:8 pasid:3, for process python3 pid 71 thread python3 pid 71)\nMemory access fault by GPU node-4\n" + table(2, -6, NO_TRACE).replace("pid: 902", "pid: 71"), "rank_lost/crashed", (2,), "0000:65:00.0 page fault"),
         ("h1:7:8 [0] misc/socket.cc:495 NCCL WARN socketStartConnect: Connect to 10.3.0.22<43117> failed : No route to host\n", "rank_lost/silent", (), "10.3.0.22 firewall"),
         (raised(1, OOM) + "(EngineCore pid=9) RuntimeError: Worker failed with error 'CUDA out of memory'\n", "rank_lost/crashed", (1,), "GPU memory"),
-        ("[E707 09:12:33.1 socket.cpp:496] [c10d] The server socket has failed to listen on any local network address.\n" + raised(0, "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, code: -98, name: EADDRINUSE", prefix=""), "rank_lost/crashed", (), "port 29500"),
+        ("[E707 09:12:33.1 socket.cpp:496] [c10d] The server socket has failed to listen on any local network address.\n" + raised(0, "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, code: -98, name: EADDRINUSE", prefix=""), "rank_lost/configuration", (), "port 29500"),
         ("[rank3]: EI0002: The Notify register has not received the Notify record from remote rank [7].\n", "timeout/late_rank", (7,), "rank 3 HCCL"),
         ("[rank3]: EI0006: Getting socket times out. Reason: Remote Rank did not send the data in time.\n", "timeout/late_rank", (), "HCCL connection"),
         (raised(1, HCCL) + HCCL_SOCKET.format(1, 1), "timeout/late_rank", (6,), "rank 1 HCCL"),

@@ -27,18 +27,31 @@ SCRIPT = '  File "/w/train.py", line {line}, in {name}\n    run()\n'
         ),
         (
             "RuntimeError: The server socket has failed to listen on any local network address. port: 29571, useIpv6: false, code: -98, name: EADDRINUSE\n",
-            ("rank_lost", "crashed", (), ()),
+            ("rank_lost", "configuration", (), ()),
             "could not listen: port 29571 is in use",
         ),
         (
             "RuntimeError: The server socket has failed to listen on any local network address. The server socket has failed to bind to [::]:29571 (errno: 98)\n",
-            ("rank_lost", "crashed", (), ()),
+            ("rank_lost", "configuration", (), ()),
             "could not listen: port 29571 is in use",
         ),
         (
             "OSError: EADDRINUSE\n",
-            ("rank_lost", "crashed", (), ()),
+            ("rank_lost", "configuration", (), ()),
             "could not listen: the port is in use",
+        ),
+        (
+            raised(0, "RuntimeError: [gloo/transport/tcp/listener.cc:97] bind: Address already in use"),
+            ("rank_lost", "configuration", (0,), ()),
+            "rank 0 could not listen: the port is in use at run.py:7",
+        ),
+        (
+            raised(
+                2,
+                "OSError: [Errno 98] error while attempting to bind on address ('0.0.0.0', 8017): address already in use",
+            ),
+            ("rank_lost", "configuration", (2,), ()),
+            "rank 2 could not listen: port 8017 is in use",
         ),
         (
             "[1,7]<stderr>:[n03:00411] Signal: Segmentation fault (11)\n",
@@ -77,6 +90,8 @@ SCRIPT = '  File "/w/train.py", line {line}, in {name}\n    run()\n'
         "port",
         "port_of_older_torch",
         "port_unknown",
+        "port_of_gloo",
+        "port_of_a_server",
         "openmpi",
         "amd",
         "xid_45",
@@ -240,7 +255,7 @@ def test_a_port_that_hccl_could_not_open_is_of_the_rank_whose_pid_its_line_has(t
     for q in (0, 1, 2, 3, 5, 6, 7):
         text += raised(q, INIT.format(code=9)) + HEAD.format(q=q, m=2) + TIMES_OUT.format(q=q)
     f = only(diagnose(tmp_path, text))
-    assert about(f) == ("rank_lost", "crashed", (4,), (0, 1, 2, 3, 5, 6, 7))
+    assert about(f) == ("rank_lost", "configuration", (4,), (0, 1, 2, 3, 5, 6, 7))
     assert "port 16666 is in use" in f.message and "HCCL_NPU_SOCKET_PORT_RANGE" in f.advice
 
 

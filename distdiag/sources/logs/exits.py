@@ -12,7 +12,7 @@ from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs import meanings, slow
 from distdiag.sources.logs.build import ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
-from distdiag.sources.logs.failures import Reason
+from distdiag.sources.logs.failures import ERRORS, Reason
 from distdiag.sources.logs.join import before
 from distdiag.sources.logs.message import Meaning, Role
 from distdiag.sources.logs.patterns import MEANINGS
@@ -264,7 +264,7 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     An exception ends a process with an exit code, a fault in native code by its signal; a parent that lost a worker after it does
     not see by which one.
     """
-    nameless = [r for r in reasons if r.meaning.cause == "crashed" and not r.ranks and not _has_process(r)]
+    nameless = [r for r in reasons if r.meaning.cause in ERRORS and not r.ranks and not _has_process(r)]
     if len(nameless) != 1:
         return ended
     own, first = nameless[0], nameless[0].facts[0]

@@ -36,7 +36,8 @@ _ADDRESS = bounded(r"0x[0-9a-f]+")
 # a number, which may be of the writer only: a rank, pid or device; not the code of an error
 _NUMBER = bounded(r"(?P<code>\b(?:[Ee]rror[ _]code|[Ee]rrno)\W{0,3}(?:is )?\d+)|0x[0-9a-f]+|\d+")
 _TP_WORKER = bounded(r"Worker_TP(\d{1,4})(?:_EP\d{1,4})? pid=")  # of vLLM, which adds DP and PP if there are several
-_OF_PROGRAM = ("crashed", "gradient", "loss")  # causes that all ranks may have at once
+ERRORS = ("crashed", "configuration")  # causes of a process that reports its own error
+_OF_PROGRAM = (*ERRORS, "gradient", "loss")  # causes that all ranks may have at once
 _OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
 
 
@@ -290,7 +291,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     awaited = {f.number("awaited") for f in waited.values() if "group" not in f.fields} - {None}
     absent, kind = {*absent_ranks(found, waited)}, r.meaning
     device = kind.kind == "gpu" and all(f.message.of_process and not f.message.of_node for f in r.facts)
-    nameless = not (r.ranks or r.unnamed) and (device or (len(r.facts) == 1 and kind.cause == "crashed"))
+    nameless = not (r.ranks or r.unnamed) and (device or (len(r.facts) == 1 and kind.cause in ERRORS))
     if nameless and len(absent) == 1 and (awaited == absent or (device and not awaited)):  # and it alone did not wait
         r.ranks, r.inferred, r.guessed = absent, True, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))

@@ -209,7 +209,7 @@ START_ROWS = (
         pick=lambda f: f.fields.get("peer", "").startswith("127."), blames=blamed.gave_loopback, subject="a node"),
     Row("full_mesh", _LOST, _MESH, _SHARED, pick=_could_not_connect, subject="a node"),
     Row("full_mesh", _LOST, _MESH, _SHARED, subject="a node"),
-    Row("keep_alive rendezvous", _LOST, "torchrun lost its rendezvous: its port was in use at the start (line {taken}), so it used the store that another launcher serves there, most likely one of another job, and that one ended",
+    Row("keep_alive rendezvous", "rank_lost/configuration", "torchrun lost its rendezvous: its port was in use at the start (line {taken}), so it used the store that another launcher serves there, most likely one of another job, and that one ended",
         "give each job on this host its own store: torchrun --standalone, or another port (--rdzv-endpoint=localhost:0, --master-port); then resume from the newest checkpoint; if both launchers are of this job, read the other one's log",
         when=lambda facts: "taken" in facts[0].fields, subject="a node"),
     Row("keep_alive", _LOST, "torchrun on {nodes} lost the rendezvous: the node that serves it{server} could not be reached any more: it ended, or its network failed{absent}",

@@ -47,10 +47,11 @@ MESSAGES = (
        meaning=Meaning("rank_lost", "crashed", "exists twice: two processes have this rank in one job of {world}", "check how the ranks are started: RANK must differ between processes; one launcher per node, with its own --node-rank"), own=True, about=("a",)),
     message("port_in_use", C, ("server socket has failed to listen", r"(?:The )?server socket has failed to listen on any local network address(?:(?:\. port: |.{0,120}?to bind to \S{1,60}:)(?P<port>\d{1,5}))?"),
        ("EADDRINUSE", r"EADDRINUSE"),
-       meaning=Meaning("rank_lost", "crashed", "could not listen: {port} is in use", TAKEN_PORT.replace("ss -ltnp", "ss -ltnp{of_port}")), of_program=True, by_left=True),
+       ("ddress already in use", r"(?:Error|rrno|bind|listen)(?:.{0,160}?(?:\bport[: ]{1,3}|[\]\d]:|', )(?P<port>\d{1,5})\b)?.{0,80}?[Aa]ddress already in use"),
+       meaning=Meaning("rank_lost", "configuration", "could not listen: {port} is in use", TAKEN_PORT.replace("ss -ltnp", "ss -ltnp{of_port}")), of_program=True, by_left=True),
     message("npu_port", C, ("and specific port[", r"listen on ip\[\S{1,60}\] and specific port\[(?P<port>\d{1,5})\] fail"),
        ("already been bound", r"IP address \S{1,60} and port \[?(?P<port>\d{1,5})\]? have already been bound"),
-       meaning=Meaning("rank_lost", "crashed", "could not open a socket of HCCL: port {port} is in use", "end the process that holds it, most often of an earlier run or on the same NPU (`npu-smi info`); else let HCCL choose a free one: HCCL_NPU_SOCKET_PORT_RANGE=auto for the port of an NPU (16666 unless set), HCCL_HOST_SOCKET_PORT_RANGE=auto for that of the host (60000)"), own=True, by_left=True),
+       meaning=Meaning("rank_lost", "configuration", "could not open a socket of HCCL: port {port} is in use", "end the process that holds it, most often of an earlier run or on the same NPU (`npu-smi info`); else let HCCL choose a free one: HCCL_NPU_SOCKET_PORT_RANGE=auto for the port of an NPU (16666 unless set), HCCL_HOST_SOCKET_PORT_RANGE=auto for that of the host (60000)"), own=True, by_left=True),
     message("loopback", H, ("Using the loopback address", r"Unable to resolve hostname to a .{0,9}address\. Using the loopback address")),
     message("full_mesh", S, ("connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?:\[[^\]\s]{0,160}:\d{1,6}\] )?(?P<reason>.*?(?:,? remote=\[(?P<peer>[^\]\s]{1,253})\].*)?)$"), unstarted=True),
 )  # fmt: skip
