@@ -69,6 +69,7 @@ def _of_files(targets: tuple[str, ...]) -> Report:
 def _nothing_to_read(targets: tuple[str, ...], bad: list[tuple[str, str]]) -> DistdiagError:
     """Return the error for files of which none is a dump or a log."""
     from distdiag.diagnosis.text.finding import printable
+    from distdiag.tapes.tape import is_tape
 
     if not bad:
         what = f"no flight-recorder dump in {', '.join(targets)}, and no log"
@@ -76,6 +77,9 @@ def _nothing_to_read(targets: tuple[str, ...], bad: list[tuple[str, str]]) -> Di
         path, reason = bad[0]
         what = f"{path}: {reason}" + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
     hint = "give the directory that TORCH_NCCL_DEBUG_INFO_TEMP_FILE points to, its files, logs of the ranks or the launcher, or a run directory"
+    if (tape := next((t for t in targets if is_tape(Path(t))), None)) is not None:
+        what = f"{tape} is a tape: what the diagnosis of a run was given"
+        hint = f"in a clone of distdiag, `distdiag bench faults --replay {shlex.quote(tape)}` judges it again; a verdict needs the run's directory"
     archive = next((t for t in targets if _ARCHIVE.search(t)), None)
     if archive is not None:
         unpack = "unzip -d unpacked" if archive.endswith(".zip") else "mkdir unpacked && tar -C unpacked -xf"

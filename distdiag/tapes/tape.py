@@ -24,6 +24,7 @@ from distdiag.tapes.delta import apply, difference
 from distdiag.terms.untrusted import MAX_RANKS
 
 ZLIB, LZMA = b"distdiag-tape 1 zlib\n", b"distdiag-tape 1 lzma\n"
+_BEGIN = b"distdiag-tape "
 LENGTH = struct.Struct("<I")
 MAX_FILE = 64 << 20  # bytes of a file that is read
 MAX_BYTES = 512 << 20  # of its contents
@@ -187,6 +188,15 @@ def to_bytes(tape: Tape) -> bytes:
     for i, (old, new) in enumerate(zip((EMPTY, *tape.snapshots), tape.snapshots, strict=False)):
         items.append(Frame(change=difference(old, new), final=tape.final and i == last, answers=int(i in moments)))
     return LZMA + lzma.compress(b"".join(map(encoded, items)), filters=[_FILTER])
+
+
+def is_tape(path: Path) -> bool:
+    """True if a file begins as a tape does, of whatever version."""
+    try:
+        with guard.regular(path) as file:
+            return file.read(len(_BEGIN)) == _BEGIN
+    except OSError:
+        return False
 
 
 def read_tape(path: Path) -> Tape:

@@ -18,6 +18,8 @@ from distdiag.store.reader import open_run
 from tests.jobs import REPOSITORY, clean_env, distdiag
 from tests.report.runs import make_run
 
+TAPE = REPOSITORY / "tests" / "faults" / "tapes" / "gloo" / "ckpt_parts.tape"
+
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +47,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["report", "absent"], 4, "no run directory absent", "`DISTDIAG=1 torchrun"),
         (["report", __file__], 2, "is a file, not a run directory", "`distdiag diagnose"),
         (["diagnose", "absent"], 4, "absent", ""),
+        (["diagnose", str(TAPE)], 2, "ckpt_parts.tape is a tape", f"`distdiag bench faults --replay {TAPE}`"),
         (["probe", "allredcue"], 2, "allredcue", "allreduce"),
         (["completion"], 2, "Choose from: bash, zsh, fish", "`distdiag completion --help`"),
         (["completion", "tcsh"], 2, "'tcsh' is not one of", "`distdiag completion --help`"),
