@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal as signals
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.endings import ending_kind, escalated, follows_stop, killed_together
+from distdiag.diagnosis.endings import ECHOES, ending_kind, escalated, follows_stop, killed_together
 from distdiag.diagnosis.history import all_ended
 from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
@@ -57,23 +57,34 @@ def _decides(f: Finding) -> bool:
 def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] | None) -> tuple[State, str]:
     bad = [r for r in s.ranks.values() if r.life != Life.FINISHED and not r.ended_at_rest]
     if bad:
-        # a victim may end before the rank that failed, but what the launcher ended tells nothing
-        culprits = {q for f in worst[:1] for q in f.culprits}
-        blamed = {q for q in culprits if q in s.ranks and s.ranks[q].signal != signals.SIGTERM}
-        first = min(bad, key=lambda r: (r.rank not in blamed, r.ended_s if r.ended_s is not None else s.t_s))
         if (stopped := _stopped_by(s, bad)) is not None:
             waited = _waited(*lived) if lived is not None and not worst else ""
             until = f", while {waited}" if waited else ""
             return State.FAILED, f"{STOPPED_BY} {stopped} (from the launcher or a person){until}"
-        code = f"exit code {first.exit_code}" if first.exit_code else "an unknown end"
-        how = first.exception or (_signal(first) if first.signal else code)
-        return State.FAILED, f"rank {first.rank}: {shortened(how, 120)}; {len(bad)} of {len(s.ranks)} failed"
+        return State.FAILED, _failure(s, bad, worst)
     if any(kinds.of(f).fatal for f in worst):
         return State.FAILED, worst[0].message
     steps = max((r.step for r in s.ranks.values()), default=0)
     how = "ended normally" if all(r.signal is None for r in s.ranks.values()) else "finished their scripts"
     how = how if all(r.life == Life.FINISHED for r in s.ranks.values()) else "were idle when they were ended"
     return State.ENDED, f"all ranks {how}" + (f" after {steps:,} steps" if steps else "")
+
+
+def _failure(s: Snapshot, bad: list[RankState], worst: list[Finding]) -> str:
+    """Return how a culprit failed, else the first rank; of ranks that only lost a connection, what the culprit did."""
+    # a victim may end before the rank that failed, but what the launcher ended tells nothing
+    culprits = {q for f in worst[:1] for q in f.culprits if q in s.ranks}
+    blamed = {q for q in culprits if s.ranks[q].signal != signals.SIGTERM}
+
+    def order(r: RankState) -> tuple[bool, bool, float]:
+        return r.rank not in blamed, ending_kind(r) in ECHOES, r.ended_s if r.ended_s is not None else s.t_s
+
+    first = min(bad, key=order)
+    code = f"exit code {first.exit_code}" if first.exit_code else "an unknown end"
+    how = first.exception or (_signal(first) if first.signal else code)
+    if ending_kind(first) == "echo" and (messages := [f.message for f in worst if kinds.of(f).fatal and f.culprits]):
+        return messages[0]
+    return f"rank {first.rank}: {shortened(how, 120)}; {len(bad)} of {len(s.ranks)} failed"
 
 
 def _stopped_by(s: Snapshot, bad: list[RankState]) -> str | None:

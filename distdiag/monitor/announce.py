@@ -92,7 +92,7 @@ class Announcer:
         with contextlib.suppress(ValueError):
             where = self.run_dir.relative_to(Path.cwd())
         state = "the job ended" if diagnosis.state == State.ENDED else f"the job {diagnosis.state}"
-        text = diagnosis.state_text
+        text = diagnosis.state_text if [diagnosis.state_text] != [f.message for f in found[:1]] else ""
         stopped = text.startswith(STOPPED_BY)
         lines = wrapped(f"the job was {text}" if stopped else f"{state}: {text}" if text else state, _WIDTH)
         full = slice(0, 0)  # the lines of an error in full

@@ -124,6 +124,19 @@ def test_the_state_names_the_rank_that_failed_not_the_first_to_end() -> None:
     assert text == "rank 1: SIGKILL; 2 of 2 failed"
 
 
+def test_the_state_quotes_no_rank_that_only_followed() -> None:
+    """The culprit itself ended normally, so that only the others have an exception."""
+    victims = [rank(q, life=Life.CRASHED, exception=CLOSED, ended_s=8.0 + q, calls=(call(seq=3),)) for q in (0, 1)]
+    s = job(*victims, rank(2, life=Life.FINISHED, ended_s=7.0))
+    found = ended(s)
+    assert [f.culprits for f in found] == [(2,)]
+    assert (
+        job_state(s, build(s), found, final=True)[1] == found[0].message and "Connection closed" not in found[0].message
+    )
+    stopped = rank(2, life=Life.KILLED, signal=6, ended_s=9.0)  # later, but no echo
+    assert how_it_ended(*victims, stopped).startswith("rank 2: SIGABRT; 3 of 3")
+
+
 def test_ranks_that_could_not_connect_blame_nobody() -> None:
     text = "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused"
     crashed = rank(0, life=Life.CRASHED, exception=text, ended_s=9.0)
