@@ -14,11 +14,16 @@ from typing import Any
 
 from distdiag.torch_modules import no_collection, replace
 
+_MODULES = ("torch.distributed.run", "torch.distributed.launch")
 NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have its own group: pytest
 
 
 def install() -> None:
     """Wrap `init_process_group` until its first call that succeeds."""
+    if _is_torchrun():
+        from distdiag import launcher
+
+        launcher.note_unrecorded()
     private = sys.modules.get("torch.distributed.distributed_c10d")
     original = getattr(private, "init_process_group", None)
     if private is None or original is None or hasattr(original, "_distdiag"):
@@ -47,6 +52,13 @@ def install() -> None:
     replace(original, init_process_group)
     if os.environ.get(NOT_ME) == str(os.getpid()):
         os.register_at_fork(before=_import_recorder)
+
+
+def _is_torchrun() -> bool:
+    """True in the launcher itself: its ranks have its run's id."""
+    command = sys.orig_argv[:3] + sys.argv[:1]
+    named = any(os.path.basename(word) == "torchrun" or word in _MODULES for word in command)
+    return named and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def _import_recorder() -> None:

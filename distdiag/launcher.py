@@ -2,22 +2,26 @@
 
 The monitor prints its summary when the last rank has ended. If torchrun prints its traceback after that, the
 lines that people copy would end without the verdict: it is printed again. If the summary came after the
-traceback, it is not. `torchrun_compat.autoload` calls `watch` in a launcher of `distdiag.run`.
+traceback, it is not. `torchrun_compat.autoload` calls `watch` in a launcher of `distdiag.run`, and `everywhere`
+calls `note_unrecorded` in any other torchrun with DISTDIAG=1.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import logging
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from distdiag import files
 
+SKEW_S = 5.0  # between the clocks of hosts that share a directory
 VERDICT_S = 3.0  # for the monitor to write its verdict, after a launch that failed
 VERDICT = "verdict.txt"  # in the run directory: the monitor's last lines
 STOPPED = ".launcher.stopped"  # there: the signal that has ended the launcher, and when, by the monotonic clock
@@ -47,10 +51,14 @@ def options_of(argv: list[str]) -> dict[str, Any]:
 
 
 def started_run(argv: list[str], since_unix_s: float) -> Path | None:
-    """Return the run directory that a rank of this launch has claimed; None if no rank has started."""
+    """Return the run directory that a rank of this launch of `distdiag.run` has claimed; None if no rank has started."""
+    return _claimed(options_of(argv)["run_dir"], since_unix_s)
+
+
+def _claimed(chosen: str | None, since_unix_s: float) -> Path | None:
+    """Return the run directory that a rank has claimed last, in `chosen` or among all; None if none has since."""
     from distdiag.page import directories
 
-    chosen = options_of(argv)["run_dir"]
     newest: tuple[float, Path] | None = None
     roots = [Path(chosen)] if chosen else [Path("reports"), directories.own_fallback_root()]
     for root, folder in itertools.product(filter(None, roots), (".jobs", f".jobs-{os.getuid()}")):
@@ -64,6 +72,26 @@ def started_run(argv: list[str], since_unix_s: float) -> Path | None:
                 path = root / Path(files.text(root, f"{folder}/{name}").rstrip("\n")).name
             newest = changed, path
     return None if newest is None else newest[1]
+
+
+def note_unrecorded() -> None:
+    """At the end of torchrun with DISTDIAG=1, note a launch of which nothing was recorded, where commands would show an older run as the newest."""
+    since_unix_s = time.time()
+
+    def at_exit() -> None:
+        from distdiag.store import rundir
+
+        older = rundir.ENV not in os.environ and (rundir.ROOT / "latest").is_symlink()
+        if older and not {"-h", "--help"} & {*sys.argv} and _claimed(None, since_unix_s - SKEW_S) is None:
+            error = getattr(sys, "last_value", None)
+            rundir.note_launch(rundir.default_run_dir("torchrun"), None if error is None else _reason(error))
+
+    atexit.register(_never_raises, at_exit)
+
+
+def _never_raises(work: Callable[[], None]) -> None:
+    with contextlib.suppress(Exception):
+        work()
 
 
 def watch(argv: list[str], since_unix_s: float) -> None:
@@ -159,4 +187,4 @@ def _note(argv: list[str], error: BaseException | None) -> None:
 
     chosen = options_of(argv)["run_dir"]
     reason = _reason(error) if error is not None else "the launcher ended before any rank began"
-    rundir.note_failed_launch(Path(chosen) if chosen else rundir.default_run_dir("launch-failed"), reason)
+    rundir.note_launch(Path(chosen) if chosen else rundir.default_run_dir("launch-failed"), reason)

@@ -183,9 +183,9 @@ def newer_launch(latest: Path) -> tuple[Path, str] | None:
     if path is None:
         return None
     if (reason := failed_launch(path)) is not None:
-        return path, f"a newer launch failed before any rank started: {reason}"
+        return path, f"a newer launch failed before any rank was recorded: {reason}"
     name = visible(_DEFAULT_NAME.sub("", path.name))
-    if time.time() - _changed(path) < STARTING_S:
+    if time.time() - _changed(path) < STARTING_S and "launch_failed" not in read_run_json(path):
         return path, f"a newer launch ({name}) has not reported yet"
     return path, f"a newer launch ({name}) recorded no rank: it joined no process group, or ended before"
 
@@ -251,8 +251,8 @@ def _replaceable(link: Path) -> bool:
     return _DEFAULT_NAME.match(target) is not None  # the name of a deleted run
 
 
-def note_failed_launch(run_dir: Path, reason: str) -> None:
-    """Record that a launch produced no rank; does nothing if the disk refuses."""
+def note_launch(run_dir: Path, reason: str | None) -> None:
+    """Record that a launch produced no rank, and why it failed, if it did; does nothing if the disk refuses."""
     with contextlib.suppress(OSError):
         files.make_run_directory(run_dir)
         written = not has_run(run_dir) and write_run_json(

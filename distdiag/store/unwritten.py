@@ -73,7 +73,7 @@ def _failed_launch(run_dir: Path, reason: str) -> tuple[str, str]:
     hint = "read the launcher's messages"
     if before is not None:
         hint = f"for the previous run: distdiag diagnose {shlex.quote(rundir.shown(before))}"
-    return f"{which} failed before any rank started: {reason}", hint
+    return f"{which} failed before any rank was recorded: {reason}", hint
 
 
 def _record(run_dir: Path) -> tuple[str, str, str] | None:

@@ -220,26 +220,26 @@ def test_a_launch_that_started_no_rank_is_reported_instead_of_the_run_before_it(
 ) -> None:
     a_run(tmp_path / "reports" / "20250101-120000-train")
     rundir.mark_latest(tmp_path / "reports" / "20250101-120000-train")
-    rundir.note_failed_launch(tmp_path / "reports" / "20250102-120000-launch-failed", "RuntimeError: port in use")
+    rundir.note_launch(tmp_path / "reports" / "20250102-120000-launch-failed", "RuntimeError: port in use")
     assert main(["diagnose"]) == ExitCode.NO_DATA
     assert capsys.readouterr().err.splitlines() == [
-        "distdiag: error: the last launch failed before any rank started: RuntimeError: port in use",
+        "distdiag: error: the last launch failed before any rank was recorded: RuntimeError: port in use",
         "hint: for the previous run: distdiag diagnose reports/20250101-120000-train",
     ]
     assert main(["report", "--format", "text", "-o", "-"]) == ExitCode.OK  # of the last run that there is
     out, err = capsys.readouterr()
     assert "20250101-120000-train" in out and err == ""
-    assert "note: a newer launch failed before any rank started: RuntimeError: port in use" in unwrapped(out)
+    assert "note: a newer launch failed before any rank was recorded: RuntimeError: port in use" in unwrapped(out)
 
 
 @pytest.mark.parametrize("command", [["diagnose"], ["report"], ["compare", "reports/latest", "reports/latest"]])
 def test_a_first_launch_that_started_no_rank_is_reported_by_all(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rundir.note_failed_launch(tmp_path / "reports" / "20250102-120000-launch-failed", "RuntimeError: port in use")
+    rundir.note_launch(tmp_path / "reports" / "20250102-120000-launch-failed", "RuntimeError: port in use")
     assert main(command) == ExitCode.NO_DATA
     assert capsys.readouterr().err.splitlines() == [
-        "distdiag: error: the last launch failed before any rank started: RuntimeError: port in use",
+        "distdiag: error: the last launch failed before any rank was recorded: RuntimeError: port in use",
         "hint: read the launcher's messages",
     ]
 
@@ -257,6 +257,10 @@ def test_the_latest_run_is_named_by_its_directory_and_a_newer_launch_is_noted(
     newer.mkdir()
     main(["diagnose"])
     assert "note: a newer launch (train_slow) has not reported yet" in capsys.readouterr().out
+    rundir.note_launch(newer, None)  # its launcher has ended
+    main(["diagnose"])
+    assert "note: a newer launch (train_slow) recorded no rank" in unwrapped(capsys.readouterr().out)
+    (newer / "run.json").unlink()
     os.utime(newer, (time.time() - 3600,) * 2)  # a script that started no process group, an hour ago
     for command in (["diagnose"], ["report", "--format", "text", "-o", "-"]):
         main(command)

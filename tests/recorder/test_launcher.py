@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -128,3 +129,44 @@ print(launcher.stopped_by(launcher.Path(sys.argv[4])), file=sys.stderr)
             cwd=tmp_path, env=clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY)}), capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert f"Received {number} death signal" in done.stderr and f"\n{found}" in done.stderr, done.stderr
+
+
+UNRECORDED = """
+import os, sys, time
+from distdiag import everywhere, launcher
+sys.argv[0] = "/bin/torchrun"
+everywhere.install()
+if "claims" in sys.argv:
+    os.makedirs("reports/.jobs")
+    open("reports/.jobs/token", "w").write("20990101-120000-x\\n")
+if "fails" in sys.argv:
+    raise RuntimeError("no such script")
+"""
+
+
+@pytest.mark.parametrize(
+    ("older", "how", "reason"),
+    [
+        (True, [], [None]),
+        (True, ["fails"], ["RuntimeError: no such script"]),
+        (False, [], []),
+        (True, ["claims"], []),
+        (True, ["--help"], []),
+    ],
+)
+def test_a_launch_without_a_process_group_is_noted_where_an_older_run_would_be_shown(
+    tmp_path: Path, older: bool, how: list[str], reason: list[str | None]
+) -> None:
+    runs = tmp_path / "reports"
+    if older:
+        (runs / "20250101-120000-train").mkdir(parents=True)
+        (runs / "latest").symlink_to("20250101-120000-train")
+    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), "DISTDIAG": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", UNRECORDED, *how], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (
+        done.returncode == ("fails" in how) and done.stdout == "" and ("Traceback" in done.stderr) == ("fails" in how)
+    )
+    noted = [json.loads(path.read_text())["launch_failed"] for path in runs.glob("*-torchrun/run.json")]
+    assert noted == reason and (runs.exists() or not older)
