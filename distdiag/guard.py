@@ -97,7 +97,19 @@ def stored_bytes(path: Path) -> int:
     """
     found = path.stat()
     held = found.st_blocks * 512 * DISK_PACKS  # 0: nothing is stored, or this file system does not tell
-    return min(found.st_size, SPARSE_BYTES + held) if held else found.st_size
+    if found.st_size <= SPARSE_BYTES or not (held or _only_a_hole(path)):
+        return found.st_size
+    return min(found.st_size, SPARSE_BYTES + held)
+
+
+def _only_a_hole(path: Path) -> bool:
+    """True if a file stores not one byte; a file system that does not know says that its first one is stored."""
+    with regular(path) as file:
+        try:
+            file.seek(0, os.SEEK_DATA)
+        except OSError as e:
+            return e.errno == errno.ENXIO
+    return False
 
 
 @contextmanager

@@ -252,6 +252,10 @@ def test_a_sparse_log_has_the_limits_of_what_the_disk_holds(tmp_path: Path, monk
     (tmp_path / "job.log").write_text("[rank0]: step 1\n" * 8192)
     assert guard.stored_bytes(tmp_path / "job.log") == (tmp_path / "job.log").stat().st_size
     os.truncate(tmp_path / "job.log", 1 << 40)
+    with open(tmp_path / "hole.log", "wb") as file:
+        file.truncate(1 << 40)
+    assert guard.stored_bytes(tmp_path / "hole.log") == guard.SPARSE_BYTES
+    (tmp_path / "hole.log").unlink()
     began_s = os.times().children_user
     report = diagnose_logs([str(tmp_path)])
     assert report is not None and "takes too long" in "".join(report.notes)
