@@ -27,6 +27,8 @@ def uncaught(rank: int, what: str) -> str:
 
 
 QUOTED = uncaught(0, OOM).replace("[rank0]: ", "")  # it may be a part of a sample
+NO_MODULE = "ModuleNotFoundError: No module named 'fused'"
+OPTIONAL = raised(0, NO_MODULE, file="/w/ops/__init__.py", prefix="").replace("in main", "in <module>")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,12 @@ QUOTED = uncaught(0, OOM).replace("[rank0]: ", "")  # it may be a part of a samp
         uncaught(5, "ImportError: no x") + EVERY_50,
         uncaught(5, "ImportError: no x") + TASK.format(5) + EVERY_50,
         uncaught(5, "ImportError: no x").replace("[rank5]: ", "") + TASK.format(5) + EVERY_50,
-        QUOTED + EVERY_50 + "wrote the weights\n08:41:10 done.\n",
+        QUOTED + EVERY_50,
+        # an import whose error was caught begins at no script
+        OPTIONAL + STEPS,
+        "WARNING:root:no fused kernels, falling back to eager\n"
+        + QUOTED.replace(OOM, NO_MODULE)
+        + "".join(f"step {i}/900 loss 2.1\n" for i in range(1, 21)),
     ],
 )
 def test_a_failure_after_which_the_job_went_on_is_no_finding(tmp_path: Path, text: str) -> None:
@@ -177,9 +184,15 @@ def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str
     ("text", "culprits"),
     [
         (STEPS + raised(3, OOM), (3,)),
-        (QUOTED + EVERY_50, ()),
         (QUOTED + STEPS + "done.\n", ()),
-        (QUOTED + "done.\n" + EVERY_50, ()),
+        (OPTIONAL, ()),
+        (QUOTED + STEPS, ()),
+        # the same few steps of many ranks
+        (QUOTED + "".join(f"[rank{q}]: step {i} loss 0.3\n" for i in (7, 8) for q in range(16)), ()),
+        (
+            raised(3, OOM) + "".join(f"[rank{q}]: step {i} loss 0.3\n" for i in (7, 8) for q in range(16) if q != 3),
+            (3,),
+        ),
         (raised(3, OOM) + "Training finished iteration 2 at 2031-03-02 08:00:00. Total running time: 9min\n", (3,)),
         (EVERY_50 + "done.\n" + QUOTED, ()),
         ("W0302 08:00:00.1 44 wds.py:8] skipping a sample\n" + raised(3, "OSError: x"), (3,)),

@@ -29,7 +29,8 @@ _EXCEPTION = bounded(
 # the end of a traceback whose frames were printed: any class
 _ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
-_SESSIONS = ("<stdin>", "<console>", "<python-input-")  # of a person, or quoted: no launcher starts a rank so
+# of a person, or quoted: no launcher starts a rank so; and an import, which a script began and whose error it caught
+_NO_SCRIPT = bounded(r"^<(?:stdin|console|python-input-)|/__init__\.py$")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _PIPE = "/multiprocessing/connection.py"  # its other end was closed: by a process that ended
 _STARTS = ("/threading.py", "/multiprocessing/popen_fork.py", "/subprocess.py")  # of threads and processes
@@ -242,7 +243,7 @@ class Tracebacks:
             anonymous = _anonymous(line)
             if source != anonymous and self._traces.get(anonymous) is trace:
                 del self._traces[anonymous]
-            outermost = m["name"] in _OUTERMOST and not m["filename"].startswith(_SESSIONS)
+            outermost = m["name"] in _OUTERMOST and not _NO_SCRIPT.search(m["filename"])
             trace.uncaught = trace.uncaught or (not trace.frames and outermost)
             trace.frame_at = text.index('File "')
             _keep_frame(trace.frames, m, innermost_first=trace.fatal is not None)
