@@ -19,7 +19,7 @@ MESSAGES = (
     message("nccl_runs", F, ("NCCL version ", r"(?:^|NCCL INFO |[\])>|:] ?)NCCL version (?P<version>\d{1,3}\.\d{1,3}\.\d{1,3})")),
     message("nccl_setting", F, (" set by environment to ", r"NCCL INFO (?P<key>NCCL_(?:PROTO|ALGO|SOCKET_IFNAME|NTHREADS|\w+NCHANNELS|\w*BUFFSIZE)) set by environment to (?P<value>[^\s.]{1,80})")),
     message("interface", F, ("NCCL INFO Bootstrap", r"NCCL INFO Bootstrap ?: Using (?:\[0\])?(?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
-       ("NCCL INFO NET/Socket", r"NCCL INFO NET/Socket ?: Using \[0\](?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>"),
+       ("NCCL INFO NET/Socket", r"NCCL INFO NET/Socket ?: Using \[0\](?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>(?P<more>(?: ?\[\d{1,2}\][\w.-]{1,40}:[\w.:]{3,60}<\d+>){0,16})"),
        ("OOB ", r"NCCL INFO NET/\w+ ?: Using .{0,400}\bOOB (?P<dev>[\w.-]{1,40}):(?P<addr>[\w.:]{3,60})<\d+>")),
     message("npu", F, ("npu:", r"(?:\b[Rr]ank[ :=]{1,2}(?P<r>\d{1,6})\b.{0,80}?)?\bnpu:(?P<device>\d{1,4})\b")),
     message("joined", F, ("to store for rank", r"Added key: \S{1,80} to store for rank: (?P<r>\d+)")),
