@@ -226,6 +226,18 @@ def test_an_exception_that_was_passed_on_is_not_its_own_cause(tmp_path: Path) ->
     assert "because of" not in f.message and "reports it, errno 1" in f.message
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{q}: [gpu-{q}] rank {q}/6 local_rank 0\n",
+        "INFO train.py rank={q} local_rank=0 device=x ready\n",
+        "Process index: {q}\nLocal process index: 0\n",
+    ],
+)
+def test_ranks_that_only_announce_themselves_are_seen(tmp_path: Path, line: str) -> None:
+    assert diagnose(tmp_path, "".join(line.format(q=q) for q in range(6)) + raised(2, OOM)).ranks_seen == 6
+
+
 def test_the_writer_of_a_json_line_is_its_pod(tmp_path: Path) -> None:
     lines = raised(0, OOM, prefix="").splitlines()
     text = "".join(json.dumps({"kubernetes": {"pod_name": "fit-3"}, "log": line}) + "\n" for line in lines)

@@ -92,6 +92,23 @@ def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> N
     assert "by which a run in this log ended" in note and "caught" not in note
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        "exiting program at iteration 59\n",
+        "[exiting program after 300 minutes] datetime: 2031-03-02 08:00:00\n",
+        "2031-03-02 08:00:00 | INFO | fairseq_cli.train | done training in 7120.4 seconds\n",
+        "[03/02 08:00:00 d2.engine.hooks]: Overall training speed: 8998 iterations in 0:54:00 (0.3601 s / it)\n",
+        "Training time 1:12:40\n",
+        "300 epochs completed in 4.182 hours.\n",
+    ],
+)
+def test_a_job_that_says_at_its_end_that_it_is_done_ended_well(tmp_path: Path, end: str) -> None:
+    report = diagnose(tmp_path, raised(0, OOM) + "[rank0]: retrying with batch size 8\n" + end)
+    assert report.findings == () and any("says that the job ended well" in note for note in report.notes)
+    assert only(diagnose(tmp_path, end + raised(0, OOM))).culprits == (0,)
+
+
 REQUEST = "ERROR 06-02 21:20:44 [serving.py:20] " + "ERROR 06-02 21:20:44 [serving.py:20] ".join(
     (
         "Traceback (most recent call last):\n",

@@ -85,13 +85,17 @@ _WELL = (
     ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b|, (?:cleaning up|destroying|shutting down)\b)" + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)\[?exiting program (?:after \d{1,12} (?:iterations|minutes)|at iteration \d{1,12})(?:\]|\W{0,3}$)")),  # Megatron
+    # fairseq; torchvision and DETR, detectron2; YOLO
+    ("file", bounded(r"(?i:\b(?:done|finished|completed) training\b)(?! (?:iter|epoch|step))|(?:^|[\]:|)>-] ?)(?:(?:Total )?[Tt]raining time:? |Overall training speed: \d{1,12} iterations in )\d{0,4}\D{0,8}\d{1,4}:\d\d:\d\d\b|\b\d{1,6} epochs completed in \d" + _BUT)),
     ("file", bounded(r"(?i:\btrain\w{0,3}(?: progress)?|\bepochs?|\bsteps?)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of a loop
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
 # one of them is in every line that such a pattern, or `_TESTED`, matches: these take long
-_OF_END = bounded(r"(?i:complete|succe|finish|done|passed|reached|runtime|exit|return|shutdown|100%)")
+_OF_END = bounded(
+    r"(?i:complete|succe|finish|done|passed|reached|runtime|exit|return|shutdown|100%|training (?:time|speed))"
+)
 # a shell's prompt: the command before it is over; one that shows another file, and any other
 _PROMPT = bounded(r"^(?:\S{0,80}\$|\S{1,80}#) (?P<shows>(?:tail|head|cat|zcat|less|grep|sed|awk)\s)?\S")
 _SHOWS = re.compile(rb"(?m)^(?:\S{0,80}\$|\S{1,80}#) (?:tail|head|cat|zcat|less|grep|sed|awk)\s")

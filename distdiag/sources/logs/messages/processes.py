@@ -29,9 +29,12 @@ MESSAGES = (
     message("own_rank", F, ("world size: ", r"(?:^|[^\w ] ?|\bProcess |\b[Gg]lobal )[Rr]ank: (?P<r>\d+), world size: (?P<world>\d+)"),
        ("MEMBER: ", r"GLOBAL_RANK: (?P<r>\d+), MEMBER: \d+/(?P<world>\d+)"),
        ("global_rank=", r"JobEnvironment\(.{0,400}\bglobal_rank=(?P<r>\d+)\((?P<world>\d+)\)"),
+       (" local_rank", r"\brank[ =](?P<r>\d+)(?:/(?P<world>\d+))?,? local_rank[ =]\d"),
+       ("Process index: ", r"(?:^|[\]:|)>-] ?)Process index: (?P<r>\d+)\s*$"),  # of Accelerate
        ("distributed init (rank ", r"\bdistributed init \(rank (?P<r>\d+)\)")),
     message("world", F, ("RUNNING", r"^\s*\d{1,6}(?:\s{1,12}\d{1,7}){3}\s{1,12}(?P<world>\d{1,7})\s{1,12}\d{1,7}\s{1,12}RUNNING\s"),
        ("world_size=", r"\bworld_size=(?P<world>\d{1,7}),? n(?:um_)?nodes=\d"),
+       ("Num processes: ", r"(?:^|[\]:|)>-] ?)Num processes: (?P<world>\d{1,7})\s*$"),
        ("dist_world_size=", r"\bdist_world_size=(?P<world>\d{1,7})\b")),
     message("node_ranks", F, ("global_rank_mapping=", r"\bglobal_rank_mapping=.{0,60}?(?P<nodes>\{.{1,1000})")),
     message("tasks", F, ("--ntasks", r"(?:^#SBATCH|\bsrun\b.{0,200}?) --ntasks[= ](?P<n>\d{1,6})\b")),
