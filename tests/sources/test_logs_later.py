@@ -231,6 +231,15 @@ def test_a_failure_that_ended_its_process_stays(tmp_path: Path, text: str, culpr
     assert diagnose(tmp_path, text).findings[0].culprits == culprits
 
 
+def test_an_optional_import_is_not_why_a_later_step_failed(tmp_path: Path) -> None:
+    steps = "".join(f"step {i} loss 0.3\n" for i in range(40))
+    for text, culprits in ((raised(3, OOM) + timeout(0), (3,)), (timeout(0) + timeout(1), ())):
+        report = diagnose(tmp_path, OPTIONAL + steps + text)
+        f = only(report)
+        assert f.culprits == culprits and NO_MODULE not in f.message
+        assert any(NO_MODULE in note for note in report.notes)
+
+
 @pytest.mark.parametrize(
     ("text", "certainty"),
     [

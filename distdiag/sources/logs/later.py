@@ -408,11 +408,14 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     finals: dict[Path, list[int]] = {}
     for end in final:
         finals.setdefault(end.path, []).append(end.line)
+    causes = {f.path: f.line for f in sorted(left, key=lambda f: f.line) if f.role is Role.CAUSE}  # the last ones
     for f in (f for f in left if f.role is not Role.STOP):
         until = min((line for line in finals.get(f.path, ()) if line >= f.line), default=None)
         elsewhere = of_ranks - {f.path} if not final and f.path in found.of_file else set[Path]()
         progress = elsewhere or later.after(f.path, f.line) or (f.of_host and with_steps)
         f.doubtful = later.went_on(f.path, f.line, until) if final else bool(progress) and not f.uncaught
+        if final and f.doubtful and f.role is Role.CAUSE and _before_another(f, later, causes.get(f.path, 0)):
+            past.add(id(f))
         if not final and (_others_went_on(f, later, ends) or any(_survived(f.who.at, later, p) for p in elsewhere)):
             past.add(id(f))
             if f.role is Role.EXIT and later.went_on(f.path, f.line):
@@ -539,6 +542,11 @@ def _went_on(f: Fact, later: Later, ends: _Ends) -> bool:
             ended = f.rank in ends.exits or f.who.pid in ends.exits
             return not ended or later.after(f.path, f.line, name) > later.after(f.path, ends.last[f.path, name], name)
     return False
+
+
+def _before_another(f: Fact, later: Later, last: int) -> bool:
+    """True if what ended the job is not a failure after which it went on: of no known process, or long before the last one that is a cause."""
+    return not _names(f.who, f.rank)[0][0] or (last > f.line and later.went_on(f.path, f.line, last))
 
 
 def _others_went_on(f: Fact, later: Later, ends: _Ends) -> bool:
