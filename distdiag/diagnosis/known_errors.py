@@ -56,6 +56,16 @@ TAKEN_PORT = "end the process that holds the port (`ss -ltnp` there shows it), o
 NO_CUDA = "CUDA cannot start there, or lost its GPU (a container loses its GPUs when systemd reloads: start it again): see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"
 OTHER_DRIVER = "reboot that host, or unload and load the nvidia modules, and start without it until then (--exclude); hold the driver's packages (apt-mark hold, no unattended upgrades); in a container, use the host's libcuda, not one of the image (compat)"
 FULL_DISK = "make room on that node's disk (`df -h`, old sessions in /tmp/ray), or let Ray spill to a larger one (object_spilling_config, --temp-dir); a global shuffle and a large object store spill most"
+NO_WANDB = "give that rank its key (export WANDB_API_KEY where the launcher starts the ranks: sbatch --export, docker -e, a Kubernetes secret; or `wandb login` for the job's user on that node), or run without the service: WANDB_MODE=offline"
+NO_KEY = "give that service's client its key or token on that rank (an environment variable that the launcher passes on to all nodes), or switch that service off for this job"
+NO_ACCESS = "the job has no access to it: log in there (HF_TOKEN, `huggingface-cli login`), accept the licence, or use a local copy"
+EXPIRED = "the credentials for that storage have expired, or are wrong or lack the right there: renew them before the job starts, or use a role that renews itself (instance profile, IRSA, workload identity) with a session longer than the job; then resume from the last whole checkpoint"
+OF_SERVICE = (
+    NO_WANDB,
+    NO_KEY,
+    NO_ACCESS,
+    EXPIRED,
+)  # of a client of a service: its settings are the cause, not the data or the code
 INSTALL = "install it in the environment of all nodes"
 OTHER_VERSION = "what it reads was written by a process that has that module: install the same packages, in the same versions, on all nodes, and use the same code (`pip freeze` of each node, of the host that wrote it, too)"
 DAMAGED = "that file is cut off or damaged there: delete it and fetch it again (was the disk full?), and compare its size with another node's"
@@ -108,8 +118,11 @@ ROWS = (
     Known(bounded(r"unable to lock file|No locks available"), "another process has locked that file, or its file system has no locks: open it read-only in all ranks and workers (h5py.File(path, 'r')), let one rank alone write it, or set HDF5_USE_FILE_LOCKING=FALSE if nobody writes"),
     Known(bounded(r"can't start new thread|pthread_create failed|(?i:thread|fork|clone|spawn).{0,200}Resource temporarily unavailable"), "the limit of processes and threads is reached: `ulimit -u`, pids.max of the container; set OMP_NUM_THREADS=1 and use fewer DataLoader workers"),
     Known(bounded(r"\b(?:ExpiredToken(?:Exception)?|RequestExpired|InvalidAccessKeyId|InvalidClientTokenId|UnrecognizedClient\w*|SignatureDoesNotMatch|NoCredentials\w*|TokenRetrievalError|DefaultCredentialsError|RefreshError|AuthenticationFailed|ExpiredAuthenticationToken)\b|Unable to locate credentials|(?:[Cc]redentials?|[Tt]oken) (?:has|have|is|are) expired|provided token has expired|\bAccess ?Denied\b.{0,80}operation|when calling the \w+ operation: (?:Forbidden|Unauthorized|Access Denied)|\b(?:401|403)\b.{0,40}(?:storage\.googleapis|amazonaws|blob\.core|gs://|s3://)"),
-          "the credentials for that storage have expired, or are wrong or lack the right there: renew them before the job starts, or use a role that renews itself (instance profile, IRSA, workload identity) with a session longer than the job; then resume from the last whole checkpoint"),
-    Known(bounded(r"gated repo|40[13] Client Error|Invalid (?:username or password|credentials)"), "the job has no access to it: log in there (HF_TOKEN, `huggingface-cli login`), accept the licence, or use a local copy"),
+          EXPIRED),
+    Known(bounded(r"(?i:\bapi_key not configured \(|\bwandb\b.{0,99}\b(?:log[ -]?in|api[_ ]?key)\b|\bapi[_ ]?key\b.{0,99}\bwandb\b)"), NO_WANDB),
+    Known(bounded(r"(?i:\b(?:api|access|auth)[_ ](?:key|token)\b.{0,40}\b(?:not (?:configured|set|found|provided|valid)|missing|invalid|expired|required|incorrect)|\b(?:invalid|incorrect|missing|no) (?:api|access|auth)[_ ](?:key|token)\b)"), NO_KEY),
+    Known(bounded(r"/dev/(?:accel\d|vfio/)|TPU is already in use|libtpu.{0,60}(?:already in use|lockfile)"), "another process holds the TPU, or this user may not open it: see `lsof /dev/accel* /dev/vfio/*`, end the process that an earlier run left (then remove /tmp/libtpu_lockfile), and see the rights of the device (a container needs --privileged)"),
+    Known(bounded(r"gated repo|40[13] Client Error|Invalid (?:username or password|credentials)"), NO_ACCESS),
     Known(bounded(r"Unable to find address for"), "no interface has the name in GLOO_SOCKET_IFNAME there, or it has no address: compare it with `ip -br addr` on that host"),
     Known(bounded(r"peer access is not supported"), "these GPUs cannot reach each other's memory: NCCL_P2P_DISABLE=1; see `nvidia-smi topo -p2p r`"),
     Known(bounded(r"CUDA unknown error|initialization error"), NO_CUDA),
@@ -149,7 +162,7 @@ ROWS = (
     Known(bounded(r"STATUS_ALLOC_FAILED|STATUS_NOT_INITIALIZED"), "most often the GPU's memory is full: lower the batch or sequence length; other processes on that GPU: `nvidia-smi`"),
     Known(bounded(r"undefined symbol|GLIBC|no kernel image|invalid device function"), "that library was built for another version of torch, CUDA, the GPU or the system: install the one that fits, on all nodes"),
     Known(bounded(r"NVLink"), "it is the hardware: see `dmesg -T | grep -i xid` and `nvidia-smi nvlink -e` on that host, and take the node out"),
-    Known(bounded(r"device-side assert"), "most often an index out of range (labels, embeddings): check the inputs of that step, and run once with CUDA_LAUNCH_BLOCKING=1"),
+    Known(bounded(r"device-side assert"), "most often an index out of range (labels, embeddings: new tokens need resize_token_embeddings): check the inputs of that step; a kernel fails later than its call, so run once with CUDA_LAUNCH_BLOCKING=1 for the right line"),
     Known(bounded(r"\b(?:NaN|nan|Inf)\b|not finite"), "the numbers diverged on that rank: look at its batch and the loss before, lower the learning rate, clip gradients; if a restart from the same checkpoint passes, test that GPU"),
     Known(bounded(r"Permission denied|Read-only file system"), "check the rights on that path for the job's user, on all nodes"),
     Known(bounded(r"No space left on device"), "make room there; if it is /dev/shm, give the container more shared memory"),
@@ -158,6 +171,7 @@ ROWS = (
     Known(bounded(r"DataLoader timed out"), "a worker of the loader did not deliver in time: take the workers' stacks while it waits (`py-spy dump --pid`), look at the storage; the loader's timeout= is the limit"),
     Known(bounded(r"peer mapping resources exhausted"), "a GPU can map the memory of eight others at most: on hosts with more GPUs use NCCL_P2P_LEVEL=PIX, or NCCL_P2P_DISABLE=1"),
     Known(bounded(r"DataLoader worker .{0,80}(?:exited unexpectedly|is killed)"), "a DataLoader worker died: read what it printed before it ended; see `dmesg -T | grep -i oom` and /dev/shm; run once with num_workers=0 to see its exception"),
+    Known(bounded(r"(?i:(?:global shape|size) mismatch.{0,300}(?:word_embeddings|embed_tokens|output_layer|lm_head))"), "if only the rows differ, it is the padded vocabulary: Megatron pads it to a multiple of make-vocab-size-divisible-by times the tensor parallel size: give both as they were when it was saved, or convert the checkpoint; else use the same tokenizer, with the same added tokens (resize_token_embeddings)"),
     Known(bounded(r"loading (?:the )?(?:model )?state_dict|size mismatch for|Missing key|[Cc]heckpoint.{0,60}\bworld size|[Gg]lobal shape mismatch"), "the checkpoint does not fit this model or this number of ranks: check its configuration, and the parallel sizes it was saved with; for other sizes convert it first (DeepSpeed: ds_to_universal.py; torch.distributed.checkpoint splits again)"),
     Known(bounded(rf"^(?=.*(?:huggingface|HfHub|\bhf\.co\b))(?=.*(?:{_NO_ANSWER}))"), "download once before the job starts (HF_HUB_OFFLINE=1), or on one rank only, with retries"),
     Known(bounded(_NO_ANSWER), "that server did not answer, or refused: ask it again a few times, with a short time limit; for training data, keep a local copy, or skip that sample on all ranks alike"),

@@ -47,7 +47,7 @@ def test_the_bridge_that_a_host_announced_explains_what_its_peers_closed(tmp_pat
     bridge = USING.format(n=7, at="bond1:10.3.0.7") + USING.format(n=8, at="br-0123456789ab:172.19.0.1")
     f = only(diagnose(tmp_path, bridge + UNREACHED.format(to="172.19.0.1") + CLOSED))
     assert "172.19.0.1 (br-0123456789ab on n8): that is a bridge" in f.message
-    assert "set NCCL_SOCKET_IFNAME=bond1" in f.advice and "on n8" in f.advice
+    assert "(there bond1), or NCCL_SOCKET_IFNAME=^br-0123456789ab," in f.advice and "on n8" in f.advice
     f = only(diagnose(tmp_path, UNREACHED.format(to="10.3.0.8") + CLOSED))
     assert "no route" in f.message and "10.3.0.8" in f.message
     assert only(diagnose(tmp_path, CLOSED)).advice.startswith("look at n7 first")

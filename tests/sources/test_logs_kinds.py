@@ -182,11 +182,60 @@ def test_what_only_talks_of_errors_is_no_evidence(tmp_path: Path, text: str) -> 
         ("RuntimeError: DataLoader worker (pid(s) 8) exited unexpectedly", "num_workers=0"),
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "memory is full"),
         ("ImportError: /x.so: undefined symbol: _Z3", "built for another version"),
+        ("wandb.errors.UsageError: api_key not configured (no-tty). call wandb.login(key=[k])", "WANDB_MODE=offline"),
+        ("wandb.errors.AuthenticationError: No API key configured. Use `wandb login` to log in.", "WANDB_API_KEY"),
+        ("neptune.MissingApiTokenException: access token is missing", "key or token on that rank"),
+        (
+            "RuntimeError: size mismatch for lm_head.weight: copying a param with shape [32000, 8]",
+            "resize_token_embeddings",
+        ),
+        ("RuntimeError: TPU initialization failed: open(/dev/accel0): Operation not permitted", "lsof /dev/accel*"),
         ("HfHubHTTPError: 429 Client Error: Too Many Requests", "download once"),
     ],
 )
 def test_the_advice_follows_the_cause(tmp_path: Path, what: str, word: str) -> None:
     assert word in only(diagnose(tmp_path, raised(1, what))).advice
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [("UsageError: api_key not configured (no-tty)", "configuration"), ("ValueError: bad key", "crashed")],
+)
+def test_an_exception_of_a_service_for_its_settings_is_configuration(tmp_path: Path, what: str, cause: str) -> None:
+    f = only(diagnose(tmp_path, raised(0, what) + timeout(1)))
+    assert (f.kind, f.cause, f.culprits) == ("rank_lost", cause, (0,))
+
+
+def test_a_checkpoint_exception_lists_all_ranks_that_failed(tmp_path: Path) -> None:
+    text = "".join(
+        line.replace("[rank0]", f"[rank{q}]")
+        for q in range(4)
+        for line in DCP.replace("[3]", "[0, 1, 2, 3]").splitlines(keepends=True)
+    )
+    f = only(diagnose(tmp_path, text))
+    assert f.message.startswith("all 4 ranks") and f.culprits == () and f.certainty == "suspected"
+
+
+def test_an_exception_that_was_passed_on_is_not_its_own_cause(tmp_path: Path) -> None:
+    what = "RuntimeError: the device could not be opened by this process, as the driver reports it; errno 1"
+    text = (
+        raised(0, f"{what}; mode 7", prefix="")
+        + "\nThe above exception was the direct cause of the following exception:\n\n"
+    )
+    f = only(diagnose(tmp_path, text + raised(0, what, prefix="")))
+    assert "because of" not in f.message and "reports it, errno 1" in f.message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{q}: [gpu-{q}] rank {q}/6 local_rank 0\n",
+        "INFO train.py rank={q} local_rank=0 device=x ready\n",
+        "Process index: {q}\nLocal process index: 0\n",
+    ],
+)
+def test_ranks_that_only_announce_themselves_are_seen(tmp_path: Path, line: str) -> None:
+    assert diagnose(tmp_path, "".join(line.format(q=q) for q in range(6)) + raised(2, OOM)).ranks_seen == 6
 
 
 def test_the_writer_of_a_json_line_is_its_pod(tmp_path: Path) -> None:

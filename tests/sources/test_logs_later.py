@@ -27,6 +27,8 @@ def uncaught(rank: int, what: str) -> str:
 
 
 QUOTED = uncaught(0, OOM).replace("[rank0]: ", "")  # it may be a part of a sample
+NO_MODULE = "ModuleNotFoundError: No module named 'fused'"
+OPTIONAL = raised(0, NO_MODULE, file="/w/ops/__init__.py", prefix="").replace("in main", "in <module>")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,12 @@ QUOTED = uncaught(0, OOM).replace("[rank0]: ", "")  # it may be a part of a samp
         uncaught(5, "ImportError: no x") + EVERY_50,
         uncaught(5, "ImportError: no x") + TASK.format(5) + EVERY_50,
         uncaught(5, "ImportError: no x").replace("[rank5]: ", "") + TASK.format(5) + EVERY_50,
-        QUOTED + EVERY_50 + "wrote the weights\n08:41:10 done.\n",
+        QUOTED + EVERY_50,
+        # an import whose error was caught begins at no script
+        OPTIONAL + STEPS,
+        "WARNING:root:no fused kernels, falling back to eager\n"
+        + QUOTED.replace(OOM, NO_MODULE)
+        + "".join(f"step {i}/900 loss 2.1\n" for i in range(1, 21)),
     ],
 )
 def test_a_failure_after_which_the_job_went_on_is_no_finding(tmp_path: Path, text: str) -> None:
@@ -118,6 +125,23 @@ def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> N
     assert report.findings == ()
     (note,) = (note for note in report.notes if "rank 3" in note)
     assert "by which a run in this log ended" in note and "caught" not in note
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "exiting program at iteration 59\n",
+        "[exiting program after 300 minutes] datetime: 2031-03-02 08:00:00\n",
+        "2031-03-02 08:00:00 | INFO | fairseq_cli.train | done training in 7120.4 seconds\n",
+        "[03/02 08:00:00 d2.engine.hooks]: Overall training speed: 8998 iterations in 0:54:00 (0.3601 s / it)\n",
+        "Training time 1:12:40\n",
+        "300 epochs completed in 4.182 hours.\n",
+    ],
+)
+def test_a_job_that_says_at_its_end_that_it_is_done_ended_well(tmp_path: Path, end: str) -> None:
+    report = diagnose(tmp_path, raised(0, OOM) + "[rank0]: retrying with batch size 8\n" + end)
+    assert report.findings == () and any("says that the job ended well" in note for note in report.notes)
+    assert only(diagnose(tmp_path, end + raised(0, OOM))).culprits == (0,)
 
 
 REQUEST = "ERROR 06-02 21:20:44 [serving.py:20] " + "ERROR 06-02 21:20:44 [serving.py:20] ".join(
@@ -212,9 +236,15 @@ def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str
     ("text", "culprits"),
     [
         (STEPS + raised(3, OOM), (3,)),
-        (QUOTED + EVERY_50, ()),
         (QUOTED + STEPS + "done.\n", ()),
-        (QUOTED + "done.\n" + EVERY_50, ()),
+        (OPTIONAL, ()),
+        (QUOTED + STEPS, ()),
+        # the same few steps of many ranks
+        (QUOTED + "".join(f"[rank{q}]: step {i} loss 0.3\n" for i in (7, 8) for q in range(16)), ()),
+        (
+            raised(3, OOM) + "".join(f"[rank{q}]: step {i} loss 0.3\n" for i in (7, 8) for q in range(16) if q != 3),
+            (3,),
+        ),
         (raised(3, OOM) + "Training finished iteration 2 at 2031-03-02 08:00:00. Total running time: 9min\n", (3,)),
         (EVERY_50 + "done.\n" + QUOTED, ()),
         ("W0302 08:00:00.1 44 wds.py:8] skipping a sample\n" + raised(3, "OSError: x"), (3,)),
@@ -234,6 +264,15 @@ def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str
 )
 def test_a_failure_that_ended_its_process_stays(tmp_path: Path, text: str, culprits: tuple[int, ...]) -> None:
     assert diagnose(tmp_path, text).findings[0].culprits == culprits
+
+
+def test_an_optional_import_is_not_why_a_later_step_failed(tmp_path: Path) -> None:
+    steps = "".join(f"step {i} loss 0.3\n" for i in range(40))
+    for text, culprits in ((raised(3, OOM) + timeout(0), (3,)), (timeout(0) + timeout(1), ())):
+        report = diagnose(tmp_path, OPTIONAL + steps + text)
+        f = only(report)
+        assert f.culprits == culprits and NO_MODULE not in f.message
+        assert any(NO_MODULE in note for note in report.notes)
 
 
 @pytest.mark.parametrize(

@@ -233,8 +233,11 @@ def test_of_two_processes_without_names_that_ended_the_one_with_its_own_exceptio
 @pytest.mark.parametrize(
     ("there", "to", "words", "advice"),
     [
-        ("docker0:172.17.0.1", "172.17.0.1", "to 172.17.0.1 (docker0 on n8): that is a bridge", "set NCCL_SOCKET_IFNAME=ens3 (and GLOO_SOCKET_IFNAME) on n8"),
-        ("veth4a:10.8.0.5", "10.8.0.5", "to 10.8.0.5 (veth4a on n8): that is a bridge", "set NCCL_SOCKET_IFNAME=ens3"),
+        ("docker0:172.17.0.1", "172.17.0.1", "to 172.17.0.1 (docker0 on n8): that is a bridge", "set NCCL_SOCKET_IFNAME (and GLOO_SOCKET_IFNAME) on n8 to its interface in the network of the other hosts (there ens3), or NCCL_SOCKET_IFNAME=^docker0,virbr0,lo"),
+        # one of that host itself, which NCCL lists
+        ("virbr0:192.168.122.1<0> [1]enp9:10.3.0.8", "192.168.122.1", "(virbr0 on n8): that is a bridge", "set NCCL_SOCKET_IFNAME=enp9 (and GLOO_SOCKET_IFNAME) on n8"),
+        ("veth4a:10.8.0.5", "10.8.0.5", "to 10.8.0.5 (veth4a on n8): that is a bridge", "=^veth4a,docker0,virbr0,lo"),
+        ("", "192.168.122.1", "to 192.168.122.1: that is most often libvirt's own bridge", "NCCL_SOCKET_IFNAME=^virbr0,docker0,lo"),
         ("", "172.17.0.1", "to 172.17.0.1: that is most often docker's own bridge", "on the host that has this address"),
         ("ens4:10.3.0.8", "10.3.0.8", "to 10.3.0.8 (ens4 on n8): nothing listens there", "look at 10.3.0.8 (ens4 on n8) first"),
         ("docker0:172.17.0.1", "10.3.0.7", "to 10.3.0.7: nothing listens there", "look at 10.3.0.7 first"),  # of the same host
@@ -310,7 +313,7 @@ SYNC = INSIDE.format("_sync_ddp_if_available") + INSIDE.format("log")
     [
         (SYNC, 31, "call self.log(sync_dist=True) on all ranks"),
         ("", 31, "make the call at fit.py:31 in step on all ranks or on none; else compare"),
-        ("", 40, "compare what these ranks call there"),  # at one line
+        ("", 40, "look for a collective in what only rank 0 does"),  # at one line
     ],
 )
 def test_a_rank_that_is_alone_in_a_call(tmp_path: Path, inside: str, line: int, do: str) -> None:

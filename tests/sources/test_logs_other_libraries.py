@@ -172,10 +172,24 @@ def test_of_a_chain_of_exceptions_the_first_is_the_reason(
     assert says.format(site) in f.message and do in f.advice
 
 
-def test_an_exception_that_leaves_the_script_was_not_caught_however_much_is_printed_after_it(tmp_path: Path) -> None:
-    more = "".join(f"step {i}, an Error rate of 0.1\n" for i in range(900))
-    assert diagnose(tmp_path, trace("evaluate", "ValueError: empty") + more).findings == ()
-    assert "raised ValueError: empty" in only(diagnose(tmp_path, trace("<module>", "ValueError: empty") + more)).message
+@pytest.mark.parametrize("label", ["", "worker-0: "])
+def test_hccls_first_code_names_the_rank_and_all_that_followed_are_counted(tmp_path: Path, label: str) -> None:
+    code = (
+        "EI0006: 2031-03-02-09:02:00.1 Getting socket times out. Reason: Remote Rank did not send the data in time.\n"
+    )
+    first = "EJ0001: 2031-03-02-09:00:00.1 Failed to initialize the HCCP process. Reason: Maybe the last training process is running.\n"
+    text = trace("main", NPU.format(q=9).rstrip()) + first
+    text += "".join(trace("main", NPU.format(q=q).rstrip()) + code for q in (*range(9), 10, 11))
+    f = only(diagnose(tmp_path, "".join(label + line for line in text.splitlines(keepends=True))))
+    assert f.culprits == (9,) and f.victims == (*range(9), 10, 11)
+
+
+@pytest.mark.parametrize(("name", "steps", "ended"), [("evaluate", 900, 0), ("<module>", 900, 0), ("<module>", 9, 1)])
+def test_an_exception_after_which_a_job_makes_more_steps_than_are_in_flight_ended_none(
+    tmp_path: Path, name: str, steps: int, ended: int
+) -> None:
+    more = "".join(f"step {i}, an Error rate of 0.1\n" for i in range(steps))
+    assert len(diagnose(tmp_path, trace(name, "ValueError: empty") + more).findings) == ended
 
 
 def test_a_source_line_in_a_traceback_is_no_message(tmp_path: Path) -> None:

@@ -221,6 +221,32 @@ def test_a_job_of_slurm_is_requeued_there(tmp_path: Path) -> None:
 
 FULL = "$ kubectl describe pod hvd-w-3\n    State:          Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n"
 DAEMON = "ORTE has lost communication with a remote daemon.\n  HNP daemon   : [[11,0],0] on node hvd-l\n  Remote daemon: [[11,0],2] on node {}\n"
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "culprits"),
+    [((5,), (*range(5), *range(6, 16)), (5,)), ((9, 3), (*range(3), *range(4, 9)), (3, 9)), ((0, 1), (2, 3), ())],
+)
+@pytest.mark.parametrize("late", [False, True])
+def test_two_sides_of_horovods_ranks_wait_for_each_other(
+    tmp_path: Path, few: tuple[int, ...], many: tuple[int, ...], culprits: tuple[int, ...], late: bool
+) -> None:
+    lines = [(q, "grad.0, grad.1") for q in few] + [(q, "epoch_loss") for q in many]
+    text = "".join(f"[1,0]<stderr>:{q}: [{tensors}]\n" for q, tensors in sorted(lines))
+    text = (
+        f"[1,0]<stderr>:stall_inspector.cc:107] One or more tensors are waiting\n[1,0]<stderr>:Missing ranks:\n{text}"
+    )
+    if late:
+        stalled = [(f"grad.{i}", few) for i in range(10)] + [("epoch_loss", many)]
+        text = "".join(
+            f"[1,0]<stderr>:{tensor} [missing ranks: {', '.join(map(str, sorted(ranks)))}]\n"
+            for tensor, ranks in stalled
+        )
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == culprits and ({*few, *many} - {*culprits}) == {*f.victims}
+    assert "drop_last" in f.advice and (late or "(grad.0, grad.1)" in f.message)
+
+
 STALL = "[1,0]<stderr>:Missing ranks:\n[1,0]<stderr>:" + "".join(f"[1,0]<stderr>:{r}: [grads.0]\n" for r in range(2, 9))
 
 

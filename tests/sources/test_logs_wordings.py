@@ -411,6 +411,13 @@ def test_only_a_log_that_names_a_gpu_is_said_to_be_of_one(tmp_path: Path, error:
     assert ("nvidia-smi" in f.advice) is gpu
 
 
+def test_gloo_connects_to_a_name_of_the_host_itself(tmp_path: Path) -> None:
+    what = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:799] connect [127.0.1.1]:4884: Connection refused"
+    f = only(diagnose(tmp_path, raised(1, what)))
+    assert (f.kind, f.cause) == ("rank_lost", "configuration") and "127.0.1.1" in f.message
+    assert "/etc/hosts" in f.advice and "GLOO_SOCKET_IFNAME" in f.advice
+
+
 _GLOO = "[rank{}]:[E602 10:14:36.3 ProcessGroupGloo.cpp:143] Gloo connectFullMesh failed with [/b/gloo/transport/tcp/pair.cc:{}] {}\n"
 
 

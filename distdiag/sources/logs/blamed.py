@@ -94,6 +94,35 @@ def at_barrier(found: Collected, facts: Sequence[Fact]) -> Blamed:
     return (), _waiters(facts)
 
 
+def without_each_other(facts: Sequence[Fact]) -> list[set[int]]:
+    """Return the sides of Horovod's ranks, the smaller ones first, where each side waits for operations that the other one did not submit; else empty."""
+    lacking: dict[str, set[int]] = {}
+    for f in facts:
+        for tensor in f.fields["tensors"].split(", ") if "tensors" in f.fields else [str(f.order)]:
+            lacking.setdefault(tensor.strip(), set()).update(_named([f], "ranks"))
+    sides = sorted({frozenset(ranks) for ranks in lacking.values()}, key=len)
+    apart = len(sides) == 2 and sides[0].isdisjoint(sides[1])
+    return [set(side) for side in sides] if apart else []
+
+
+def smaller_side(found: Collected, facts: Sequence[Fact]) -> Blamed:
+    """Return the ranks of the smaller one of two sides that wait for each other."""
+    few, many = without_each_other(facts)
+    return (few, many) if len(few) < len(many) else ((), few | many)
+
+
+def of_sides(facts: Sequence[Fact]) -> dict[str, str]:
+    """Return what each side of Horovod's ranks did not submit, if the lines name it."""
+    few, many = without_each_other(facts)
+    texts = {}
+    for name, side in (("few", few), ("many", many)):
+        first = next(f.fields.get("tensors", "") for f in facts if _named([f], "ranks") <= side)
+        tensors = [t for t in first.split(", ") if t]
+        texts[name] = rank_list(sorted(side))
+        texts[f"{name}_lack"] = f" ({some(tensors)})" if tensors else ""
+    return texts
+
+
 def missing(found: Collected, facts: Sequence[Fact]) -> Blamed:
     missing = [_named([f], "ranks") for f in facts]
     late = set.intersection(*missing) or set.union(*missing)  # those that every stalled tensor waits for

@@ -38,7 +38,7 @@ _POD = bounded(
 )
 _STATE = bounded(r"^\s{2,99}(?P<last>Last )?State:\s{2,40}(?P<state>\w+)")
 # Horovod's stall inspector: a rank, and what the others wait for
-_MISSING = bounded(r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[[\w.]")
+_MISSING = bounded(r"(?:^|[:\s])(?P<ranks>\d{1,6}): \[(?P<tensors>[\w.][^\]]*)")
 # torchrun writes the line
 _OF_LAUNCHER = bounded(r"torch/distributed/(?:run|launcher/\w+|elastic/(?:agent|multiprocessing)/[\w/]+)\.py:\d")
 # a process of vLLM or SGLang
@@ -56,7 +56,7 @@ _REPEATED = bounded(r" ?\[repeated (\d{1,7})x across cluster\]")  # by Ray, in t
 _STOPS = ("cancelled", "preempted")  # in the order of time; LSF writes its report before the job's output
 # an exception of torch_npu: a line before this one, and the codes of CANN after it
 _NPU_HEAD = bounded(r"\(PID:(?P<pid>\d{1,9}), Device:\d{1,6}, RankID:\d{1,6}\) ERR\d|\bRankID:\d{1,6}\) ERR\d")
-_NPU_CODE = bounded(r"^E[A-Z]\d{4}: (?:\[PID: (?P<pid>\d{1,9})\])?")
+_NPU_CODE = bounded(r"^(?:[\w.-]{1,80}: )?E[A-Z]\d{4}: (?:\[PID: (?P<pid>\d{1,9})\])?")
 
 
 class Collector:
@@ -245,6 +245,9 @@ class Collector:
             self._of_npu = who.rank, number + 1
             for f in self.result.facts[-1:]:
                 if f.who.rank is None and f.line == number - 1 and "HCCL" in f.text:
+                    self._of_one.pop(
+                        (f.name, "", f.path, None, f.who.process, f.who.task, f.who.group), None
+                    )  # it is another one's
                     f.who = replace(f.who, rank=who.rank)
         elif (m := _NPU_CODE.match(text)) is not None and who.rank is None:
             of_pid = self.result.rank_of.get(int(m["pid"])) if m["pid"] else None
@@ -329,7 +332,7 @@ class Collector:
         if not (MESSAGES[name].of_group or "group" in fields):
             out.ranks |= about
         kind = fields.get("type", "") + _DIGIT.sub("#", fields.get("what", "")[:60]) if name == "exception" else ""
-        kind = " ".join(fields) if name == "host_report" else kind
+        kind = " ".join(fields) if name == "host_report" else fields["ranks"] if name.startswith("horovod_") else kind
         key = (name, kind, line.path, who.rank, who.process, who.task, who.group)
         if name == "lost_worker" and self._learned.shut.get(line.path, line.number) < line.number:
             return None  # its client reports the end of a process that was asked to exit

@@ -168,6 +168,7 @@ class Collected:
     nodes_wanted: int = 0  # by torchrun's rendezvous, at least
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (name, address) that NCCL uses on a host
+    addresses: dict[str, dict[str, str]] = field(default_factory=dict)  # of all interfaces that NCCL uses on a host
     node_of: dict[str, str] = field(default_factory=dict)  # of a pod that kubectl describes
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
     announced: set[int] = field(default_factory=set)  # ranks that wrote their number before they joined it

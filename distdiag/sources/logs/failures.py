@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.consequences import CONNECTION_LOST, REPORTS_ANOTHER
-from distdiag.diagnosis.known_errors import DAMAGED, DAMAGED_SHARD, INSTALL, OTHER_VERSION, remedy
+from distdiag.diagnosis.known_errors import DAMAGED, DAMAGED_SHARD, INSTALL, OF_SERVICE, OTHER_VERSION, remedy
 from distdiag.diagnosis.model.findings import Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
@@ -21,6 +21,7 @@ from distdiag.sources.logs.waiting import op_name
 from distdiag.terms.units import rough_time
 from distdiag.terms.untrusted import bounded, is_rank, numbers
 
+AS_LONG = 60  # characters by which two exceptions are one that was passed on
 MANY = 3  # names of processes that one sentence lists
 APART_S = 30.0  # ranks that fail for one reason of the program come to it sooner one after another
 FEW_OF = 4  # nearly all other ranks: so many for each that reported nothing
@@ -256,10 +257,13 @@ def text_of(f: Fact, meaning: Meaning) -> str:
         k: _DIRECTORIES.sub(r"\g<begin>…/", _SAYS_NOTHING.sub("", v)) if len(v) > limit else v
         for k, v in f.fields.items()
     }
-    fields = Fields({k: shortened(v, limit) for k, v in short.items()})
+    # a semicolon would end the clause
+    fields = Fields({k: shortened(v.replace("; ", ", "), limit) for k, v in short.items()})
     if f.name == "exception":
         fields["what"] = f": {fields['what']}" if fields["what"] else ""
-        fields["because"] = f", because of {fields['cause']}" if "cause" in fields else ""
+        own = f"{fields['type']}: {f.fields['what']}"
+        again = f.fields.get("cause", own)[:AS_LONG] == own[:AS_LONG]  # passed on, with another end
+        fields["because"] = "" if again else f", because of {fields['cause']}"
     elif f.name == "xid":
         fields["text"] = f": {shortened(fields['text'], 80).rstrip('.')}" if fields["text"] else ""
     elif f.name == "port_in_use":
@@ -324,7 +328,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     return finding(
         r.meaning.kind,
-        "configuration" if everyone and r.facts[0].message.of_program and not r.reported else r.meaning.cause,
+        _cause(r, advice, everyone),
         [*r.reported, *r.facts],
         message,
         advice,
@@ -337,6 +341,12 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
         cost="may have ended the job, but there is progress that may be later" if doubtful else ENDED,
     )
+
+
+def _cause(r: Reason, advice: str, everyone: str) -> str:
+    """Return the cause of a finding: the configuration, if all ranks raised it, or a service's client did for its settings."""
+    by_settings = advice in OF_SERVICE or (everyone and r.facts[0].message.of_program)
+    return "configuration" if by_settings and not r.reported else r.meaning.cause
 
 
 def _first_long_before(r: Reason) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ WAITED = (Role.WAIT, Role.VICTIM)
 KERNEL = bounded(
     r"^\[(?:[A-Z][a-z]{2} [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}| {0,9}\d{1,9}\.\d{6})\] |^(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}|\S{19,40}) \S{1,253} kernel: "
 )
-_DOCKER = "172.17.0.1"  # of its bridge, unless it is configured otherwise
+_BRIDGES = {"172.17.0.1": "docker0", "192.168.122.1": "virbr0"}  # of docker, libvirt, unless configured otherwise
 _BRIDGE = bounded(r"docker|veth|br-[0-9a-f]{12}|virbr")  # interfaces for the containers or virtual machines of one host
 _INSIDE = bounded(r"127\.|169\.254\.|::1$|fe80:")  # addresses that are not of the network
 _UNREACHED = bounded(r"refused|No route|unreachable|timed out")
@@ -52,7 +52,7 @@ def join(found: Collected) -> Collected:
     for f in found.facts:
         f.file = f.path.name if len(found.files) > 1 else ""
         f.rank = _rank_of(found, f, of_file)
-        f.inferred = f.name == "exit_shell" and f.rank is not None and found.rank_of.get(f.number("pid")) is None
+        f.inferred |= f.name == "exit_shell" and f.rank is not None and found.rank_of.get(f.number("pid")) is None
         f.inferred |= "nth_node" in f.fields
         if f.rank is None and f.role is not Role.EXIT and _NUMBER.sub("#", f.who.label) in numbered:
             f.rank, f.inferred = int(_NUMBER.findall(f.who.label)[-1]), True
@@ -219,7 +219,7 @@ def _of_interface(found: Collected, f: Fact) -> None:
     own = found.interfaces.get(f.who.host)
     name, peer = own if own is not None and "peer" not in f.fields else ("", f.fields.get("peer", ""))
     hosts = sorted(host for host, (_, address) in found.interfaces.items() if address == peer)
-    name = found.interfaces[hosts[0]][0] if hosts else "docker0" if peer == _DOCKER else name
+    name = found.interfaces[hosts[0]][0] if hosts else _BRIDGES.get(peer, name)
     inside = len(hosts) > 1 and (_BRIDGE.match(name) or _INSIDE.match(peer)) is not None
     if f.who.host in hosts and not inside:
         return
@@ -228,11 +228,31 @@ def _of_interface(found: Collected, f: Fact) -> None:
     unreached = _UNREACHED.search(f.fields.get("reason", f.text)) is not None
     if own is not None and unreached and (inside or _BRIDGE.match(name)):
         f.fields["peer"] = peer
-        of_others = {dev for host, (dev, _) in found.interfaces.items() if host not in hosts and not _BRIDGE.match(dev)}
-        f.fields["bridge"] = "a bridge inside that host" if hosts else "most often docker's own bridge inside a host"
+        f.fields["bridge"] = (
+            "a bridge inside that host"
+            if hosts
+            else f"most often {'libvirt' if name.startswith('virbr') else 'docker'}'s own bridge inside a host"
+        )
         f.fields["bridge"] = "an address inside each of these hosts" if inside else f.fields["bridge"]
-        f.fields["use"] = f"={min(of_others)}" if len(of_others) == 1 else " to the interface that all hosts share"
-        f.fields["where"] = f"on {', '.join(hosts[:3])}" if hosts else "on the host that has this address"
+        where = f" (and GLOO_SOCKET_IFNAME) on {', '.join(hosts[:3]) or 'the host that has this address'}"
+        shared = _shared_interface(found, hosts)
+        of_others = {dev for host, (dev, _) in found.interfaces.items() if host not in hosts and not _BRIDGE.match(dev)}
+        f.fields["use"] = f"={shared}{where}" if shared else f" to the interface that all hosts share{where}"
+        if not (shared or inside):
+            there = f" (there {min(of_others)})" if of_others else ""
+            ifnames = ",".join(dict.fromkeys((name, *_BRIDGES.values(), "lo")))
+            f.fields["use"] = (
+                f"{where} to its interface in the network of the other hosts{there}, or NCCL_SOCKET_IFNAME=^{ifnames}"
+            )
+
+
+def _shared_interface(found: Collected, hosts: Sequence[str]) -> str:
+    """Return the interface of these hosts, as NCCL lists them, whose address is of the network of the other hosts' ones; empty if none is known."""
+    networks = {addr.rsplit(".", 2)[0] for host, (_, addr) in found.interfaces.items() if host not in hosts}
+    own = [found.addresses.get(host, {}) for host in hosts]
+    names = [{dev for dev, addr in of_host.items() if addr.rsplit(".", 2)[0] in networks} for of_host in own]
+    shared = set.intersection(*names) if names else set[str]()
+    return min(shared, default="")
 
 
 def _of_setting(found: Collected, f: Fact) -> None:

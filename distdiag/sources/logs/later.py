@@ -42,7 +42,7 @@ _NUMBER = bounded(r"\d+")
 _ENDS = (Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _FOLLOW = (Role.WAIT, Role.VICTIM, Role.START, Role.EXIT)
 _PROGRESS = bounded(
-    r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: (?!0\.0\b)\d|\bPOST /\S{1,200} HTTP/\d\.\d\W{1,3}2\d\d\b|\bCheckpoint successfully created\b"
+    r"\b(?:[Ss]teps?|[Ee]poch|EPOCH|[Ii]ter(?:ation)?s?|it|[Bb]atch|global_step)\b\W{0,3} {0,9}\d|\d%\||\d(?:it/s|s/it)\b|\bloss\W{1,3}\d|'loss': |\b(?:Decode|Prefill) batch\b|\bgeneration throughput: (?!0\.0\b)\d|\bPOST /\S{1,200} HTTP/\d\.\d\W{1,3}2\d\d\b|\bCheckpoint successfully created\b"
 )
 # the number of a training step, in a line that shows its loss
 _STEP = bounded(
@@ -87,15 +87,19 @@ _WELL = (
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b|, (?:cleaning up|destroying|shutting down)\b)" + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
-    ("file", bounded(r"\[exiting program (?:after \d{1,12} (?:iterations|minutes)|at iteration \d{1,12})\]")),  # Megatron
+    ("file", bounded(r"(?:^|[\]:|)>-] ?)\[?exiting program (?:after \d{1,12} (?:iterations|minutes)|at iteration \d{1,12})(?:\]|\W{0,3}$)")),  # Megatron
+    # fairseq; torchvision and DETR, detectron2; YOLO
+    ("file", bounded(r"(?i:\b(?:done|finished|completed) training\b)(?! (?:iter|epoch|step))|(?:^|[\]:|)>-] ?)(?:(?:Total )?[Tt]raining time:? |Overall training speed: \d{1,12} iterations in )\d{0,4}\D{0,8}\d{1,4}:\d\d:\d\d\b|\b\d{1,6} epochs completed in \d" + _BUT)),
     ("part", bounded(r"(?i:\btrain\w{0,3}(?: progress)?|\bepochs?|\bsteps?)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of a loop
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
     ("exit", bounded(r"^(?:\[?[\dT:.,+Z /-]{8,40}\]? ?)?(?:[A-Z]{4,8}:? )?\W{0,9}(?i:(?:the )?(?:launcher|torchrun|srun|mpirun|job|command|script|program|container)?:? ?(?:exit(?:ed)?|return(?:ed)?)[ _-]?(?:with )?(?:code|status)?(?: is)?[ =:]{0,3}0)\W{0,3}$")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
-# one of them is in every line that such a pattern, `_TESTED` or `_DONE` matches: these take long
-_OF_END = bounded(r"(?i:complete|succe|finish|done|passed|reached|runtime|exit|return|shutdown|100%)")
+# one of them is in every line that such a pattern, or `_TESTED`, matches: these take long
+_OF_END = bounded(
+    r"(?i:complete|succe|finish|done|passed|reached|runtime|exit|return|shutdown|100%|training (?:time|speed))"
+)
 # a shell's prompt: the command before it is over; one that shows another file, and any other
 _PROMPT = bounded(r"^(?:\S{0,80}\$|\S{1,80}#) (?P<shows>(?:tail|head|cat|zcat|less|grep|sed|awk)\s)?\S")
 _SHOWS = re.compile(rb"(?m)^(?:\S{0,80}\$|\S{1,80}#) (?:tail|head|cat|zcat|less|grep|sed|awk)\s")
@@ -106,8 +110,6 @@ _BAR = bounded(
 _TESTED = bounded(
     r"^=* ?\d{1,6} passed(?!.{0,80}\bfailed\b).{0,80} in \d{1,9}(?:\.\d{1,3})?s\b"
 )  # pytest: all failures were wanted
-# the last word of a program; any of its parts may say it, too
-_DONE = bounded(r"(?:^|[\d\]|>-] )(?i:all )?(?i:done|finished|completed?)[.!]{0,3}\s*$")
 
 
 @dataclass
@@ -119,7 +121,6 @@ class Later:
         moved: (negative number of a line, its step) of each file, where that differs from the next one's: of ranks it does not.
         steps: (negative number of a line, training step that it shows) of each file and process.
         well: Last lines by (file, what they speak of) that say that it ended well.
-        done: The last line of each file that says no more than that something is done.
         restarts: The last line of each file by which a launcher started the ranks again, or a step was tried again.
     """
 
@@ -127,7 +128,6 @@ class Later:
     moved: dict[Path, list[tuple[int, str]]] = field(default_factory=dict)
     steps: dict[Path, dict[object, list[tuple[int, int]]]] = field(default_factory=dict)
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
-    done: dict[Path, int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
     begins: dict[Path, Time] = field(default_factory=dict)  # the first time in each file
     times: dict[Path, list[Time]] = field(default_factory=dict)  # of the lines with progress, the last one first
@@ -223,7 +223,7 @@ class Later:
         self.loss = {key: loss for key, loss in self.loss.items() if key[0] != path}
         self.said = {key: text for key, text in self.said.items() if key[0] != path}
         self.fatal = {key: line for key, line in self.fatal.items() if key[0] != path}
-        for by_path in (self.steps, self.done, self.times, self.errors, self.bars):
+        for by_path in (self.steps, self.times, self.errors, self.bars):
             by_path.pop(path, None)
         self.stepped = {key for key in self.stepped if key[0] != path}
 
@@ -260,8 +260,6 @@ class Later:
                     self.well.setdefault((path, scope), number)
             if _TESTED.search(text) is not None:
                 self.tests.add(path)
-            if _DONE.search(text) is not None:
-                self.done.setdefault(path, number)
         if who.rank is not None and (m := _TOOK.search(text)) is not None:
             self.took.setdefault(who.rank, (float(m["s"]), PREFIX.sub("", text).strip()))
         if progress is None:
@@ -314,11 +312,13 @@ class Later:
         return bool(ended) and ended >= {path for path, _ in self.progress}
 
     def went_on(self, path: Path, first: int, last: int | None = None) -> bool:
-        """True if more progress than can be in flight is between two lines: a synchronous job makes it only with all its ranks."""
-        lines = self.after(path, first) - (self.after(path, last) if last is not None else 0)
-        if not 1 < lines < OTHERS:
-            return lines >= OTHERS
+        """True if more progress than can be in flight is between two lines: a synchronous job makes it only with all its ranks.
+
+        The same progress of several ranks is shown in as many lines.
+        """
         newest = (-last, MAX_INT) if last is not None else (-MAX_INT, 0)
+        if len({shown for line, shown in self.moved.get(path, ()) if newest[0] < line < -first}) >= OTHERS:
+            return True
         for steps in self.steps[path].values() if path in self.steps else ():
             shown = steps[bisect.bisect_right(steps, newest) : bisect.bisect_left(steps, (-first, 0))]
             if sum(max(0, new[1] - old[1]) for new, old in itertools.pairwise(shown)) >= MANY_STEPS:
@@ -427,11 +427,14 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     finals: dict[Path, list[int]] = {}
     for end in final:
         finals.setdefault(end.path, []).append(end.line)
+    causes = {f.path: f.line for f in sorted(left, key=lambda f: f.line) if f.role is Role.CAUSE}  # the last ones
     for f in (f for f in left if f.role is not Role.STOP):
         until = min((line for line in finals.get(f.path, ()) if line >= f.line), default=None)
         elsewhere = of_ranks - {f.path} if not final and f.path in found.of_file else set[Path]()
         progress = elsewhere or later.after(f.path, f.line) or (f.of_host and with_steps)
         f.doubtful = later.went_on(f.path, f.line, until) if final else bool(progress) and not f.uncaught
+        if final and f.doubtful and f.role is Role.CAUSE and _before_another(f, later, causes.get(f.path, 0)):
+            past.add(id(f))
         if not final and (_others_went_on(f, later, ends) or any(_survived(f.who.at, later, p) for p in elsewhere)):
             past.add(id(f))
             if f.role is Role.EXIT and later.went_on(f.path, f.line):
@@ -560,14 +563,17 @@ def _went_on(f: Fact, later: Later, ends: _Ends) -> bool:
     return False
 
 
+def _before_another(f: Fact, later: Later, last: int) -> bool:
+    """True if what ended the job is not a failure after which it went on: of no known process, or long before the last one that is a cause."""
+    return not _names(f.who, f.rank)[0][0] or (last > f.line and later.went_on(f.path, f.line, last))
+
+
 def _others_went_on(f: Fact, later: Later, ends: _Ends) -> bool:
     """True if any process made more progress than the job can without the one that failed."""
     if f.logged and f.rank is None and not f.uncaught and later.after(f.path, f.line) >= NAMELESS:
         return True
     if _names(f.who, f.rank)[0][0]:
         return later.went_on(f.path, f.line)
-    nameless = not ends.exit and later.after(f.path, f.line, _NAMELESS) >= NAMELESS
-    if not f.uncaught or ends.exit:
-        return not f.uncaught and (nameless or later.went_on(f.path, f.line))
-    done = later.done.get(f.path, 0)  # a traceback in the text of a sample begins at a script, too
-    return later.went_on(f.path, f.line) and not later.after(f.path, done) and not ends.after(f.path, done)
+    nameless = not ends.exit and later.after(f.path, f.line, ("", None)) >= NAMELESS
+    # one that seems to have ended its process may be of a sample's text, or of the program's log
+    return (nameless and not f.uncaught) or (later.went_on(f.path, f.line) and not (f.uncaught and ends.exit))

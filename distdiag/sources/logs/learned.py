@@ -22,6 +22,7 @@ from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank, numbers
 STOPPED_S = 600.0  # no process of a step that Slurm cancelled writes so long after (KillWait is 30 s)
 MAX_DIGITS = 7  # of a rank or a size that is read
 _NODE = bounded(r"'(?P<host>[\w.-]{1,253})': \[(?P<ranks>[\d, ]{1,900})\]")
+_INTERFACE = bounded(r"\[\d{1,2}\]([\w.-]{1,40}):([\w.:]{3,60})<")
 _OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
 Of = Mapping[str, str]  # the fields of a line
 _K = TypeVar("_K")
@@ -156,6 +157,8 @@ class Learned:
     def interface(self, of: Of, line: Line) -> None:
         if line.who.host:
             _put(self.found.interfaces, line.who.host, (of["dev"], of["addr"]))
+        if line.who.host in self.found.interfaces and "more" in of:
+            self.found.addresses.setdefault(line.who.host, {}).update(_INTERFACE.findall(of["more"]))
 
     def master(self, of: Of, line: Line) -> None:
         if len(self.found.masters) < MAX_WRITERS:

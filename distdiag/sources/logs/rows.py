@@ -89,12 +89,16 @@ _RESOLVE = "correct that name or address there: all nodes need the same MASTER_A
 _ONE_NCCL = "install the same torch (and NCCL) on all nodes, or use one image; compare the lines `NCCL version` of each node (NCCL_DEBUG=VERSION); see that no process of another job uses the same MASTER_ADDR and MASTER_PORT"
 _ONE_JAX = "install jax, jaxlib and the plugin in the same versions there as on the other hosts (`pip list | grep -i jax`, one image for all), and compare `nvidia-smi` there: that process did not find its accelerator"
 _JOIN_JAX = "see whether all processes that num_processes counts were started, with one coordinator_address that every host reaches (localhost means each host itself), then read the logs of those that did not come"
+_UNEVEN = "give all ranks the same number of batches (drop_last, padding), or call hvd.join() at the end of the data; else look for an operation under a condition on the rank; see what {who} did last"
 LATE_ROWS = (
     Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
         when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True, blames=blamed.late),
     Row("barrier_reached", _LATE, "{who} reached monitored_barrier{at} and then lost rank 0, which knows the missing rank",
         "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier", blames=blamed.at_barrier),
+    *(Row(name, kind, "Horovod's ranks wait for each other: {few} did not submit what the others wait for{few_lack}, and {many} did not submit what the first ones wait for{many_lack}", _UNEVEN.format(who="its ranks"),
+        ("{culprits} did not submit what Horovod's other ranks wait for{few_lack}, but another operation{many_lack}, which these did not: the program took another way there", _UNEVEN.format(who="{culprits}")),
+        when=lambda facts: bool(blamed.without_each_other(facts)), blames=blamed.smaller_side, more=blamed.of_sides) for name, kind in (("horovod_stall", "stall/unknown"), ("horovod_late", _LATE))),
     Row("horovod_stall", "stall/unknown", "{culprits} did not submit what Horovod's other ranks wait for: its stall inspector reports it",
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call", blames=blamed.missing),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
@@ -250,7 +254,7 @@ LOST_ROWS = (
     Row("pipe_lost", "rank_lost/crashed", "{who} lost the process at the other end of a pipe{at}: a worker of a loader, or another child, had ended",
         "see how that child ended: what it printed before, `dmesg -T | grep -i oom`, /dev/shm, `ulimit -n`; run once with num_workers=0 to see a loader's own exception", subject="a process"),
     Row("closed", _LOST, "{who} could not make a connection{to}{at}: that is {bridge}, which other hosts cannot reach",
-        "set NCCL_SOCKET_IFNAME{use} (and GLOO_SOCKET_IFNAME) {where}: NCCL has to use an interface by which the other hosts reach it", pick=lambda f: "bridge" in f.fields, subject="a process", more=lambda facts: {"use": facts[0].fields.get("use", "")}, blames=blamed.silent_of_job),
+        "set NCCL_SOCKET_IFNAME{use}: NCCL has to use an interface by which the other hosts reach it", pick=lambda f: "bridge" in f.fields, subject="a process", more=lambda facts: {"use": facts[0].fields.get("use", "")}, blames=blamed.silent_of_job),
     Row("closed store_lost lost", _LOST, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
         "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route, subject="a process", blames=blamed.silent_of_job),
     Row("closed store_lost lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused, subject="a process", blames=blamed.silent_of_job),

@@ -324,19 +324,22 @@ def _different(
     by_size = sorted(((text, sorted(ranks)) for text, ranks in sides.items()), key=lambda side: len(side[1]))
     culprits = fewer(sides.values())
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
+    do = _only_there(waiting, culprits) if cause == "op" and not gathers(waiting) else ""
+    return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits)}",
+                 f"{do}compare what these ranks call there: the same operation with the same size on every rank{_of_sizes(_op(waiting)) if cause == 'shape' else ''}", culprits, f"mismatch/{cause}")  # fmt: skip
+
+
+def _only_there(waiting: Waits, culprits: Collection[int]) -> str:
+    """Return what to do first about a call that few ranks made, if they alone are at its line, or are rank 0 alone."""
     sites = {waiting[q].site for q in culprits}
-    alone = (
+    if (
         len(sites) == 1
         and None not in sites
         and sites.isdisjoint(w.site for q, w in waiting.items() if q not in culprits)
-    )
-    do = (
-        f"make the call{at(*sites)} on all ranks or on none; else "
-        if cause == "op" and alone and not gathers(waiting)
-        else ""
-    )
-    return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits)}",
-                 f"{do}compare what these ranks call there: the same operation with the same size on every rank{_of_sizes(_op(waiting)) if cause == 'shape' else ''}", culprits, f"mismatch/{cause}")  # fmt: skip
+    ):
+        return f"make the call{at(*sites)} on all ranks or on none; else "
+    only_there = "look for a collective in what only rank 0 does (`if rank == 0`, is_global_zero, rank_zero_only: a metric, a log, a checkpoint); else "
+    return only_there if {*culprits} == {0} else ""
 
 
 def _of_sizes(op: str) -> str:

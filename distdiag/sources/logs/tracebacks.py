@@ -14,7 +14,7 @@ from distdiag.sources.logs.meanings import LOG, LOGS
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import TABLE
 from distdiag.sources.logs.writers import Writer
-from distdiag.terms.untrusted import bounded
+from distdiag.terms.untrusted import bounded, is_rank, numbers
 
 MAX_FRAMES = 64  # most frames of one traceback
 
@@ -29,7 +29,8 @@ _EXCEPTION = bounded(
 # the end of a traceback whose frames were printed: any class
 _ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*)(?:: (?P<what>.*))?$")
 _OUTERMOST = ("<module>", "_run_module_as_main")
-_SESSIONS = ("<stdin>", "<console>", "<python-input-")  # of a person, or quoted: no launcher starts a rank so
+# of a person, or quoted: no launcher starts a rank so; and an import, which a script began and whose error it caught
+_NO_SCRIPT = bounded(r"^<(?:stdin|console|python-input-)|/__init__\.py$")
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _PIPE = "/multiprocessing/connection.py"  # its other end was closed: by a process that ended
 _STARTS = ("/threading.py", "/multiprocessing/popen_fork.py", "/subprocess.py")  # of threads and processes
@@ -85,6 +86,7 @@ _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
 _RAY = bounded(
     r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})"
 )  # what follows is its traceback
+_LISTED = bounded(r"ranks: ?dict_keys\(\[([\d, ]{1,900})\]")
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions of a launcher, or those by which a rank fails after others
 FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
@@ -131,6 +133,8 @@ class Tracebacks:
         self._stacks: dict[tuple[object, ...], list[dict[str, object]]] = {}
         self._fatal: dict[tuple[object, ...], Fact] = {}  # the fatal error of each process, until its stack was read
         self._spawned: int | None = None
+        # of a checkpoint's exception: the ranks that it lists, those whose tracebacks it has, and what these raised
+        self._listed, self._of_rank, self._raised = set[int](), set[int](), list[Fact]()
         self._announced = -1, -1  # the rank that a logger's line reports to have failed, and which line
         self._ignored = self._warned = -1  # lines before a traceback
         # the last report of an error: its source, line and time
@@ -148,6 +152,10 @@ class Tracebacks:
         for of_file in (self._traces, self._exceptions, self._before, self._fatal, self._unended):
             of_file.clear()
         self._spawned = None
+        for f in [f for f in self._raised if f in self._found.facts][:1]:
+            rest = self._listed - self._of_rank - {f.rank for f in self._found.facts if f.name == "exception"}
+            self._found.facts += [replace(f, who=replace(f.who, rank=rank), inferred=True) for rank in sorted(rest)]
+        self._listed, self._of_rank, self._raised = set(), set(), []
 
     def place(self, timeout: Fact) -> None:
         """Set where a collective was called, by the stack that its watchdog printed."""
@@ -210,6 +218,8 @@ class Tracebacks:
     def _traceback(self, line: Line) -> None:
         other = _OF_RANK.search(line.text)
         rank = int(other[1]) if other else self._spawned
+        if other and rank is not None:
+            self._of_rank.add(rank)
         if rank is None and line.who.rank is None and self._announced[1] == line.order - 1:
             rank = self._announced[0]
         trace = _Trace(rank=rank, who=line.who, margin=line.text.index("Traceback ("))
@@ -242,7 +252,7 @@ class Tracebacks:
             anonymous = _anonymous(line)
             if source != anonymous and self._traces.get(anonymous) is trace:
                 del self._traces[anonymous]
-            outermost = m["name"] in _OUTERMOST and not m["filename"].startswith(_SESSIONS)
+            outermost = m["name"] in _OUTERMOST and not _NO_SCRIPT.search(m["filename"])
             trace.uncaught = trace.uncaught or (not trace.frames and outermost)
             trace.frame_at = text.index('File "')
             _keep_frame(trace.frames, m, innermost_first=trace.fatal is not None)
@@ -287,6 +297,8 @@ class Tracebacks:
         if fact is not None:
             fact.site = user_site(trace.frames[::-1])
             fact.within, fact.saves = _helper(trace.frames), _gathers(trace.frames)
+            if trace.rank in self._of_rank and fact.role is Role.CAUSE:
+                self._raised.append(fact)
             if (launcher := _launcher(trace.frames)) and fact.who.rank is None and not fact.who.process:
                 self._found.per_node = self._found.per_node or launcher in OF_NODE
                 of_task = "" if fact.who.task is not None else launcher
@@ -335,6 +347,8 @@ class Tracebacks:
             if row.needle in text and (f := row.regex.search(text)) is not None and not _quoted(text[: f.start()]):
                 return self._add(row.name, row.role, f.groupdict(), line)
         short = m["type"].rpartition(".")[2]
+        if short == FOLLOWERS[0] and (listed := _LISTED.search(text)) is not None:
+            self._listed |= set(filter(is_rank, numbers(listed[1])))
         if (
             not (innermost or (_HOOK.search(text[: m.start("type")]) and not PASSES_OVER.search(text)))
             or short in FOLLOWERS

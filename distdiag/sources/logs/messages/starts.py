@@ -53,5 +53,6 @@ MESSAGES = (
        ("already been bound", r"IP address \S{1,60} and port \[?(?P<port>\d{1,5})\]? have already been bound"),
        meaning=Meaning("rank_lost", "configuration", "could not open a socket of HCCL: port {port} is in use", "end the process that holds it, most often of an earlier run or on the same NPU (`npu-smi info`); else let HCCL choose a free one: HCCL_NPU_SOCKET_PORT_RANGE=auto for the port of an NPU (16666 unless set), HCCL_HOST_SOCKET_PORT_RANGE=auto for that of the host (60000)"), own=True, by_left=True),
     message("loopback", H, ("Using the loopback address", r"Unable to resolve hostname to a .{0,9}address\. Using the loopback address")),
-    message("full_mesh", S, ("connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?:\[[^\]\s]{0,160}:\d{1,6}\] )?(?P<reason>.*?(?:,? remote=\[(?P<peer>[^\]\s]{1,253})\].*)?)$"), unstarted=True),
+    message("full_mesh", S, ("connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?:\[[^\]\s]{0,160}:\d{1,6}\] )?(?P<reason>.*?(?:,? remote=\[(?P<peer>[^\]\s]{1,253})\].*)?)$"),
+       ("] connect [", r"gloo/transport/.{0,99}\] connect \[(?P<peer>127\.(?!0\.0\.1\])[\d.]{1,12})\]:\d{1,6}: (?P<reason>.*)"), unstarted=True),
 )  # fmt: skip
