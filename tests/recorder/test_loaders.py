@@ -89,6 +89,34 @@ def test_a_datasets_length_is_not_asked_for_again(name: str, recorded: Loaders) 
         assert (slot.length, slot.dataset_length) == (batches, SAMPLES)
 
 
+class Shard(BatchSampler):
+    """Every second batch of another sampler, whose length it asks for twice, as the samplers of accelerate do."""
+
+    def __len__(self) -> int:
+        return len(self.sampler) // 2 + len(self.sampler) % 2
+
+
+class Sharded(DataLoader[int]):
+    pass
+
+
+def test_a_loader_that_asks_its_samplers_for_their_length_is_asked_once_an_epoch(recorded: Loaders) -> None:
+    data = Counted()
+    batches = BatchSampler(RandomSampler(data), 4, drop_last=False)
+    loader = Sharded(data, batch_sampler=Shard(batches, 1, drop_last=False))
+    for epoch in range(2):
+        data.calls = 0
+        length, plain = len(loader), data.calls
+        data.calls = 0
+        recorded.starts(loader, object(), None)
+        slot = next(iter(recorded._slots.values()))
+        # of the data set's own length no sampler is known to ask here
+        assert slot.length == length and data.calls == plain + (not epoch)
+        data.calls = 0
+        sampler.len(data)  # type: ignore[attr-defined]  # as a sampler does when an epoch's first batch is drawn
+        assert data.calls == 1
+
+
 def test_the_length_of_another_loader_at_the_same_line_is_its_own(recorded: Loaders) -> None:
     for data, length in ((Counted(), 5), (TensorDataset(torch.ones(9)), 3)):
         loader = DataLoader(data, 4)

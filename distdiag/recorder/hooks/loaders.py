@@ -64,6 +64,7 @@ class Loaders:
         # by site, those whose sampler has still to ask for a length; a loader may live no longer than `for x in DataLoader(…)` needs it
         self._unmeasured: dict[int, Any] = {}
         self._asked = 0, -1  # id of what torch's samplers last asked for its length, and that
+        self._asking = False  # while a loader is asked for its length here, which may ask its samplers several times
 
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
@@ -113,7 +114,7 @@ class Loaders:
                 if asks:
                     self._unmeasured[site] = loader
             slot.dataset_length = length
-        self._measure(loader, slot)
+        self._measure(loader, slot, begins=True)
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
         if slot.sampler_epoch == left_in > 0:  # resumed within this epoch
             slot.n_previous = 0
@@ -141,6 +142,8 @@ class Loaders:
             return
         # with workers, a loader's first batches are asked for before it is known here
         self._asked = id(args[0]), length
+        if self._asking:
+            return
         for site, of in self._loaders.items():
             loader = self._unmeasured.get(site, of())
             if loader is not None and loader.dataset is args[0]:
@@ -148,11 +151,20 @@ class Loaders:
                 self._slots[site].dataset_length = length
                 self._measure(loader, self._slots[site])
 
-    @staticmethod
-    def _measure(loader: Any, slot: LoaderSlot) -> None:
-        """Write what follows from the length of the data set: the batches of an epoch, and the index."""
+    def _measure(self, loader: Any, slot: LoaderSlot, begins: bool = False) -> None:
+        """Write what follows from the length of the data set: the batches of an epoch, and the index.
+
+        Args:
+            begins: An epoch begins. Only then a loader is asked that has a length of its own.
+        """
         batch_sampler, sampler = _samplers(loader)
-        slot.length = _batches(loader, batch_sampler, sampler, slot.dataset_length)
+        known = _batches(loader, batch_sampler, sampler, slot.dataset_length)
+        if known is not None:
+            slot.length = known
+        elif begins:
+            self._asking = True
+            slot.length = _length(loader)
+            self._asking = False
         if slot.distributed_sampler == 1 and isinstance(sampler, DistributedSampler):
             with unseen():
                 slot.data_set_index = data_set_index(loader.dataset, slot.dataset_length)
@@ -327,13 +339,13 @@ def _asks(sampler: Any, data: Any) -> bool:
     return type(sampler) in (RandomSampler, SequentialSampler) and sampler.data_source is data
 
 
-def _batches(loader: Any, batch_sampler: Any, sampler: Any, samples: int) -> int:
-    """Return the batches of an epoch; -1: unknown. torch's own classes are not asked: they would ask the data set again."""
+def _batches(loader: Any, batch_sampler: Any, sampler: Any, samples: int) -> int | None:
+    """Return the batches of an epoch, -1: unknown; None if only the loader can tell. torch's own are not asked: they would ask the data set again."""
     if isinstance(loader.dataset, IterableDataset):
         return -1
     plain = type(loader) is DataLoader and type(batch_sampler) in (BatchSampler, type(None))
     if not plain or not _asks(sampler, loader.dataset):
-        return _length(loader)
+        return None
     split = type(sampler) is DistributedSampler
     drawn = sampler.num_samples if split else getattr(sampler, "_num_samples", None) or samples
     if drawn < 0:
