@@ -17,6 +17,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot, lines_of
 from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.diagnosis.pauses import Pauses
+from distdiag.diagnosis.replicas import limits as averaged
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
@@ -387,12 +388,14 @@ class Case:
 
     @cached_property
     def _rooted(self) -> tuple[str, list[float]]:
-        """(the operation in which the slowest rank hands data out, ms that others waited for it in each)."""
+        """(the operation in which the slowest rank hands data out, ms that others waited for it in each); a flag or a metric is no data."""
         rank = self.slow.ranks[0]
         rooted = {
             (call.group, call.seq): op_name(call.op)
             for call in self.snapshot.ranks[rank].calls
-            if call.root == rank and op_name(call.op) in HANDING_OUT
+            if call.root == rank
+            and op_name(call.op) in HANDING_OUT
+            and (call.bytes is None or call.bytes > averaged.metrics_bytes)
         }
         late = [a for a in self.snapshot.arrivals if a.late_rank == rank]
         waited_ms = {a.seq: a.waited_ms for a in late if (a.group, a.seq) in rooted}

@@ -899,10 +899,13 @@ def test_a_rank_that_shares_its_core_with_children_of_its_own_is_no_slow_core() 
     assert found((1,), 0.0) == [], "it has its core for itself"
 
 
-@pytest.mark.parametrize(("op", "found"), [("scatter", False), ("all_reduce", True)])
-def test_a_root_that_hands_out_what_it_reads_is_no_straggler(op: str, found: bool) -> None:
-    """The others wait for it in its scatter of the batches, not in a call that all prepare."""
-    calls = tuple(Call(op=op, group="default_pg", seq=k, root=0 if op == "scatter" else None) for k in range(1, 61))
+@pytest.mark.parametrize(
+    ("op", "n_bytes", "found"), [("scatter", 1 << 20, False), ("broadcast", 8, True), ("all_reduce", 1 << 20, True)]
+)
+def test_a_root_that_hands_out_what_it_reads_is_no_straggler(op: str, n_bytes: int, found: bool) -> None:
+    """The others wait for it in its scatter of the batches, not in a call that all prepare, nor in that of a flag."""
+    root = None if op == "all_reduce" else 0
+    calls = tuple(Call(op=op, group="default_pg", seq=k, root=root, bytes=n_bytes) for k in range(1, 61))
     arrivals = tuple(Arrival("default_pg", k, op, k * 0.1, 80.0, 0, 80.0) for k in range(1, 61))
     slow = rank(0, steps=steps(80.0, "other"), calls=calls)
     ranks = [slow, *(rank(q, steps=steps(wait_ms=80.0, seed=q), calls=calls) for q in (1, 2))]
