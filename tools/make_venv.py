@@ -33,6 +33,7 @@ DEFAULT_TORCH = "2.13.0"
 NEWEST_TORCH = "2.15.0"
 NAMED_TORCH = os.environ.get("TORCH", "").strip()
 
+LOOPS = ("accelerate",)  # has loaders of its own, as the Trainer of transformers has; optional
 _COMMANDS = {"ruff": "ruff", "pyright": "pyright", "import-linter": "lint-imports"}  # package: command
 # The version that pip knows: a wheel of the package index is 2.15.0 where torch.__version__ is 2.15.0+cu132.
 _ASK_TORCH = "import importlib.metadata, os, torch; print(importlib.metadata.version('torch'), os.path.dirname(os.path.dirname(torch.__file__)))"
@@ -86,6 +87,10 @@ def main() -> int:
             f"`{' '.join(map(str, e.cmd))}` ended with {e.returncode}",
             "the first set-up needs a package index (PIP_INDEX_URL) and Python's venv module (apt-get install python3-venv)",
         )
+    try:
+        pip("-c", str(constraints), *LOOPS, *extra)
+    except subprocess.CalledProcessError:
+        print(f"without {', '.join(LOOPS)}: what is tested with its loops is skipped", flush=True)
     STAMP.write_text(wanted)
     return 0
 
@@ -99,7 +104,7 @@ def fingerprint() -> str:
     what = [project.get("build-system"), project.get("project"), project.get("tool", {}).get("setuptools")]
     compiled = sorted(ROOT.glob("distdiag/**/*.[ch]"))
     texts = "".join((ROOT / name).read_text() for name in ("constraints.txt", "setup.py") if (ROOT / name).exists())
-    made_of = repr(what) + texts + "".join(f.read_text() for f in compiled)
+    made_of = repr((*what, LOOPS)) + texts + "".join(f.read_text() for f in compiled)
     return f"{hashlib.sha256(made_of.encode()).hexdigest()} {NAMED_TORCH or DEFAULT_TORCH} {ROOT}\n"
 
 
