@@ -193,6 +193,20 @@ def test_data_sets_without_an_index_have_none(data: Dataset[Any], recorded: Load
     assert next(iter(recorded._slots.values())).data_set_index == 0 and recorded.header.errors == 0
 
 
+@pytest.mark.parametrize(("world", "told"), [(1, 0), (2, 2)])
+def test_a_sampler_that_was_built_before_the_process_group_is_known(
+    world: int, told: int, recorded: Loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another library, which takes itself for rank 0 of 1; a right one may split data in a way of its own."""
+    own = SubsetRandomSampler(range(9))
+    own.rank, own.world_size = 0, 1  # type: ignore[attr-defined]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    recorded.starts(DataLoader(Counted(), 4, sampler=own), object(), None)
+    assert next(iter(recorded._slots.values())).distributed_sampler == told
+
+
 def test_only_what_a_distributed_sampler_splits_has_an_index(recorded: Loaders) -> None:
     recorded.starts(DataLoader(Listed(FILES), 4), object(), None)
     assert next(iter(recorded._slots.values())).data_set_index == 0

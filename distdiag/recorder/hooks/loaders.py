@@ -95,10 +95,8 @@ class Loaders:
         slot.batch_size = size if isinstance(size, int) else -1
         drop = getattr(batch_sampler, "drop_last", loader.drop_last)
         slot.drop_last = int(bool(drop))
-        if isinstance(sampler, DistributedSampler) or hasattr(sampler, "num_replicas"):
-            slot.distributed_sampler = 1 if _fits(sampler) else 2
-        else:
-            slot.distributed_sampler = 0
+        fits = _fits(sampler)
+        slot.distributed_sampler = 0 if fits is None else 1 if fits else 2
         epoch, seed = getattr(sampler, "epoch", None), getattr(sampler, "seed", None)
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, IterableDataset) and hasattr(dataset, "set_epoch"):
@@ -314,13 +312,16 @@ def _has_samples(t: torch.Tensor) -> bool:
     return t.dim() > 0
 
 
-def _fits(sampler: Any) -> bool:
-    """False if a sampler's rank or number of replicas is not that of the process."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return True
+def _fits(sampler: Any) -> bool | None:
+    """True if a sampler has the process' rank and number of replicas, False if it has others; None: it has none, or splits data in a way of its own."""
     rank, replicas = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
-    world = torch.distributed.get_world_size()
-    return (rank is None or rank == torch.distributed.get_rank()) and (replicas is None or replicas == world)
+    fitting = None if replicas is None else True
+    if rank is not None and replicas is None:
+        replicas = getattr(sampler, "world_size", None)  # so OpenMMLab's samplers call it
+    if replicas is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return fitting
+    process = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return fitting if (process[0] if rank is None else rank, replicas) == process else False
 
 
 def _samplers(loader: Any) -> tuple[Any, Any]:

@@ -501,7 +501,7 @@ def test_ranks_without_a_process_group_that_do_the_same_work_are_reported() -> N
     assert without_group(0.0, "init_process_group") == []
 
 
-@pytest.mark.parametrize(("fits", "advice"), [(True, "seed NumPy"), (False, "the right rank and num_replicas")])
+@pytest.mark.parametrize(("fits", "advice"), [(True, "seed NumPy"), (False, "the right rank and number of ranks")])
 def test_equal_batches_from_a_correct_sampler_come_from_the_dataset(fits: bool, advice: str) -> None:
     prints = tuple(n << 32 | n for n in range(1, 7))
     same = loader(distributed_sampler=True, sampler_fits=fits, first_fingerprints=prints)
