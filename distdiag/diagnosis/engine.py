@@ -32,10 +32,10 @@ class Checks:
     _known: dict[tuple[str, str | None], Check] = field(default_factory=dict)
     _judged: set[tuple[str, str | None]] = field(default_factory=set)
 
-    def take(self, kind: str, outcomes: Sequence[Finding | Abstained], reported: Iterable[Finding] = ()) -> None:
+    def take(self, kind: str, outcomes: Sequence[Finding | Abstained], reported: Sequence[Finding] = ()) -> None:
         """Take what a rule yielded. What it cannot tell of the ranks of open findings of that kind says nothing."""
         mine = [f for f in (*outcomes, *reported) if isinstance(f, Finding) and f.kind == kind]
-        known = {q for f in mine for q in f.culprits}
+        known = {q for f in reported if f.kind == kind for q in f.culprits}
         abstained = [x for x in outcomes if isinstance(x, Abstained) and not (x.ranks and known.issuperset(x.ranks))]
         if all(x.cause is not None for x in abstained):
             abstained.insert(0, Abstained("", checked=True))

@@ -40,7 +40,7 @@ from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
 from distdiag.terms.ranks import unfold_ranks
-from distdiag.terms.units import counted
+from distdiag.terms.units import counted, percent
 
 kind = kinds.REPLICA_DRIFT
 _VETOES = (
@@ -398,15 +398,13 @@ def _finding(
         what += _not_through_ddp(s)
     sites = {q: site for q in ranks if (site := _place(s.ranks[q], words.place, by_hand)) is not None}
     certain = steps[-1] >= limits.certain_step and cause not in _BY_DESIGN
-    near = (
-        f"they differ by less than {limits.buffers_relative:.0%}" if way == "buffers" else "they agree within rounding"
-    )
+    near = f"differed by less than {percent(limits.buffers_relative)}" if way == "buffers" else "agreed within rounding"
     return DRIFT(
         cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause in ("buffers", "mild"),
         severity=Severity.INFO if cause in ("mild", "some_reduced") else Severity.WARNING if cause in _WARNS else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
         where=wheres(s, sites, None, sites), what=what,
-        equal="" if equal is None else f" ({near} at step {equal})", spread=spread(values), cost=words.cost,
+        equal="" if equal is None else f" (checksums {near} at step {equal})", spread=spread(values), cost=words.cost,
         do=(_skips(facts) if way == "skipped_steps" else "") + words.do,
     )  # fmt: skip
 

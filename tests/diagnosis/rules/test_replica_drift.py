@@ -472,7 +472,7 @@ def test_parameters_that_fsdp_ignores_and_nothing_averages_are_reported() -> Non
     assert (f.cause, f.severity, f.certainty, f.step) == ("gradients_not_synced", "warning", "suspected", 2)
     assert (
         "steps 1 parameter (one element) that FSDP does not shard" in f.message
-        and "(they agree within rounding at step 0)" in f.message
+        and "(checksums agreed within rounding at step 0)" in f.message
     )
     assert "ReduceOp.AVG" in str(f.advice)
 
@@ -618,7 +618,7 @@ def test_optimizers_of_which_one_has_loaded_its_state_are_the_reason(
     ranks = (rank(q, samples=samples(q), phase_stacks=stacks) for q in range(3))
     f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
     assert f.culprits == (0,) and f.cause == "update" and {w.line for w in f.where} == ({9} if named else set())
-    assert "(they agree within rounding at step 64)" in f.message and "loaded epoch" not in f.cost
+    assert "(checksums agreed within rounding at step 64)" in f.message and "loaded epoch" not in f.cost
     assert ("counted different numbers of steps (128 on ranks 1, 2, 378 on rank 0)" in f.message) is named
     assert ("load one checkpoint on all ranks, with the optimizer's state" in str(f.advice)) is named
 
