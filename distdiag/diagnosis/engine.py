@@ -32,19 +32,25 @@ class Checks:
     _known: dict[tuple[str, str | None], Check] = field(default_factory=dict)
     _judged: set[tuple[str, str | None]] = field(default_factory=set)
 
-    def take(self, kind: str, outcomes: Sequence[Finding | Abstained], reported: Iterable[Finding] = ()) -> None:
+    def take(self, kind: str, outcomes: Sequence[Finding | Abstained], reported: Sequence[Finding] = ()) -> None:
         """Take what a rule yielded. What it cannot tell of the ranks of open findings of that kind says nothing."""
+        mine = [f for f in (*outcomes, *reported) if isinstance(f, Finding) and f.kind == kind]
         known = {q for f in reported if f.kind == kind for q in f.culprits}
         abstained = [x for x in outcomes if isinstance(x, Abstained) and not (x.ranks and known.issuperset(x.ranks))]
         if all(x.cause is not None for x in abstained):
             abstained.insert(0, Abstained("", checked=True))
+        abstained += [
+            Abstained("", checked=True, cause=f.cause)
+            for f in mine
+            if f.cause is not None and (kind, f.cause) in self._known
+        ]
         for x in abstained:
-            key = kind, x.cause
-            if x.checked or x.undecided:
+            key, checked = (kind, x.cause), x.checked or (not x.ranks and any(f.cause == x.cause for f in mine))
+            if checked or x.undecided:
                 self._judged.add(key)
             elif key in self._judged:  # says more than that the job has ended, or stalls
                 continue
-            self._known[key] = Check(kind=kind, cause=x.cause, checked=x.checked, reason=x.reason)
+            self._known[key] = Check(kind=kind, cause=x.cause, checked=checked, reason=x.reason)
 
     @property
     def all(self) -> tuple[Check, ...]:

@@ -119,7 +119,7 @@ INPUT_BOUND = Kind(name="input_bound", severities=(_INFO,), while_blocked=False,
 COMM_BOUND = Kind(name="comm_bound", severities=(_INFO, _WARNING), while_blocked=False, hold=3)
 DUPLICATE_DATA = Kind(
     name="duplicate_data", severities=(_INFO, _WARNING), sticky=True,
-    causes=("same_batches_on_ranks", "same_order_every_epoch", "same_samples_from_workers"),
+    causes=("same_batches_on_ranks", "parts_overlap", "same_order_every_epoch", "same_samples_from_workers"),
 )  # fmt: skip
 REPLICA_DRIFT = Kind(
     name="replica_drift", severities=(_WARNING, _ERROR), sticky=True,

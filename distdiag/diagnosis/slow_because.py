@@ -275,13 +275,14 @@ def _longer(r: RankState) -> tuple[float, float] | None:
     """Return (ms of a rank's newest steps, of its steps on average), if these take longer with time; None if they do not.
 
     Longer than those before them, too: after a slow start, or a pause that is over, they do not. None as well if they have more to do:
-    more batches are accumulated, or these are larger.
+    more batches are accumulated, or these are larger; or if what the rank waits for a CPU now may be all of it.
     """
     mean_s, n = mean_step_s(r), limits.newest
     if mean_s is None or r.step - WARM_STEPS < 2 * n or len(r.steps) <= n or _has_more_to_do(r):
         return None
     before_ms, now_ms = (statistics.median(x.step_ms for x in of) for of in (r.steps[-2 * n : -n], r.steps[-n:]))
-    return (now_ms, mean_s * 1e3) if now_ms > before_ms and now_ms >= limits.slower * mean_s * 1e3 else None
+    longer = now_ms > before_ms and now_ms * (1.0 - (r.queued_share or 0.0)) >= limits.slower * mean_s * 1e3
+    return (now_ms, mean_s * 1e3) if longer else None
 
 
 class Explanation(NamedTuple):

@@ -154,6 +154,20 @@ def test_what_cannot_be_told_of_a_rank_does_not_contradict_what_was_found_of_it(
         ]
 
 
+def test_what_was_found_counts_as_checked() -> None:
+    """The host gets busy after it was found."""
+    checks, found = Checks(), Finding(kind="comm_bound", severity="info", message="communication")
+    for outcomes in ([found], [Abstained("the host is busy", undecided=True)]):
+        checks.take("comm_bound", outcomes, [found])
+        assert all(c.checked for c in checks.all)
+    checks.take("comm_bound", [Abstained("the host is busy", undecided=True)])
+    assert [c.checked for c in checks.all] == [False], "the finding was cleared"
+    of, checks = Finding(kind="comm_bound", cause="size", severity="info", message=""), Checks()
+    for outcomes in ([Abstained("too early", cause="size")], [of]):
+        checks.take("comm_bound", outcomes)
+    assert {(c.cause, c.checked) for c in checks.all} == {(None, True), ("size", True)}
+
+
 def test_a_rule_that_raises_is_counted_and_loses_only_its_own_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         kind = kinds.MEMORY

@@ -127,6 +127,13 @@ def test_the_length_of_another_loader_at_the_same_line_is_its_own(recorded: Load
         assert (slot.length, slot.dataset_length) == (length, len(data))
 
 
+def test_the_length_behind_a_batch_sampler_of_the_job_is_known(recorded: Loaders) -> None:
+    """torch makes a sampler for it that is never drawn from, and so asks for no length."""
+    recorded.starts(DataLoader(Counted(), batch_sampler=[[0, 1], [2, 3]]), object(), None)
+    slot = next(iter(recorded._slots.values()))
+    assert (slot.length, slot.dataset_length) == (2, SAMPLES)
+
+
 def test_a_length_that_workers_begin_with_is_known(recorded: Loaders) -> None:
     loader = DataLoader(Counted(), 4, num_workers=1)
     iterator = iter(loader)

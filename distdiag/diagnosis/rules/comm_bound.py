@@ -66,7 +66,7 @@ IN_VAIN = Template(
     kind, None,
     "`no_sync()` has no effect{site}: {n} of {every} backward passes of a step run in it, their forward does not, so all {every} exchange "
     "{size}gradients",
-    "{n} of {every} exchanges of gradients in each step",
+    "{n} of {every} exchanges of gradients in each step{saved}",
     "put the forward inside `no_sync()`, too: DDP decides there whether the backward exchanges gradients", proved=True)  # fmt: skip
 BUFFERS = (
     "constant buffers (masks, tables of positions) need no broadcast: set `broadcast_buffers=False` in DDP; if its batch norm needs the broadcast, "
@@ -111,7 +111,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         in_turn, share = share - together, together
     if any(f.kind in _STUCK for f in facts.found):
         yield Abstained("the ranks have stopped for another reason")
-    elif (vain := _in_vain(s)) is not None:
+    elif (vain := _in_vain(s, gradients(s))) is not None:
         yield vain
     elif share >= limits.share:
         late = ", with no rank late" if isinstance(window, Abstained) else _late(window, in_turn)
@@ -127,7 +127,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield why
 
 
-def _in_vain(s: Snapshot) -> Finding | None:
+def _in_vain(s: Snapshot, ddp: Gradients | None) -> Finding | None:
     """Return the finding of backward passes that exchange gradients in `no_sync()`, if all ranks make them in their steps."""
     of = {q: (m, r.step) for q, r in s.ranks.items() if r.step > WARM_STEPS for m in r.models if m.vain_no_syncs}
     if len(of) < s.world_size:
@@ -142,6 +142,7 @@ def _in_vain(s: Snapshot) -> Finding | None:
     return IN_VAIN(
         victims=sorted(of), where=wheres(s, of, None, sites), site=sites[min(sites)], n=n, every=every,
         size=f"{size_text(m.buckets.bytes)} of " if m.buckets is not None else "",
+        saved=f": up to {percent(ddp.share * n / every)} of step time" if ddp is not None else "",
     )  # fmt: skip
 
 

@@ -59,18 +59,19 @@ SAME_LABELS = Template(kind, "same_batches_on_ranks",
 SAME_SAMPLES = Template(kind, "same_batches_on_ranks",
     "{same} read the same samples in an epoch{site}, not a part each{also}",
     "each epoch trains on the same samples {times} times", "{do}")  # fmt: skip
-OVERLAP = Template(kind, "same_batches_on_ranks",
-    "the parts of the data that the ranks read in an epoch overlap{site}: about {share:share} of the samples that are read are read by several "
-    "ranks{left_out}",
+OVERLAP = Template(kind, "parts_overlap",
+    "the parts of the data that the ranks read in an epoch overlap{site}: about {share:share} of the samples that are read ({n} of {of} that were "
+    "compared) are read by several ranks{left_out}",
     "some samples are trained on by several ranks in each epoch",
-    "let the sampler shuffle with the same seed on all ranks, and then take each rank's part; if each rank is to draw at random, ignore this",
+    "let the sampler shuffle with the same seed on all ranks, and then take each rank's part (a state of it that was saved: load it on all ranks, or on "
+    "none); if each rank is to draw at random, ignore this",
     severity=Severity.INFO)  # fmt: skip
 SHIFTED = Template(kind, "same_batches_on_ranks",
     "{same} train on the same batches, {first} {n} step{n:|s} before {second}{site}",
     "{repeated} of {world} ranks train on what another rank has trained on a few steps before",
     "each rank begins at another batch and then takes all of them: let it take one in {world} (`islice(batches, rank, None, "
     "world_size)`), or a part of its own", proved=True)  # fmt: skip
-APART = Template(kind, "same_batches_on_ranks",
+APART = Template(kind, "parts_overlap",
     "the DistributedSamplers of the ranks shuffle differently: their {what} is {each}{site}; so their parts overlap, and some samples are in none",
     "in every epoch some samples are trained on by several ranks, and others by none",
     "give the DistributedSampler the same {what} on all ranks: it shuffles the whole data set, and then takes each rank's part", proved=True)  # fmt: skip
@@ -372,8 +373,6 @@ def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
             yield Abstained(why, cause="same_batches_on_ranks")
         return
     by_index = all(x.sampled_epoch & BY_INDEX or (x.distributed_sampler and x.sampler_fits) for x in loaders.values())
-    why = "" if by_index else "the values of samples were compared, which masks or augmentation change"
-    yield Abstained(why, checked=by_index, cause="same_batches_on_ranks")
     times = {q: {x >> 32: x & 0xFFFF for x in loaders[q].epoch_samples} for q in sorted(loaders)}
     groups: list[list[int]] = []
     for q, mine in times.items():
@@ -388,17 +387,25 @@ def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         do = "sampler" if mine.distributed_sampler else "iterable" if mine.dataset_length is None else "no sampler"
         same, also, n = rank_list(several[0]), _also(several), max(map(len, several))
         yield _found(SAME_SAMPLES, s, loaders, ranks, same=same, also=also, times=n, do=_DO[do])
-    elif not ranks and all(n == 1 for mine in times.values() for n in mine.values()):
+        return
+    if not ranks and all(n == 1 for mine in times.values() for n in mine.values()):
         readers = Counter(itertools.chain.from_iterable(times.values()))
         lowest = sorted(readers)[: min(map(len, times.values()))]
-        share = sum(readers[x] > 1 for x in lowest) / len(lowest)
-        if share >= limits.some_samples:
-            # so many are left out for those that are read again
-            left_out = all(_is_part(x, s.world_size) and x.sampled_epoch & BY_INDEX for x in loaders.values())
+        n = sum(readers[x] > 1 for x in lowest)
+        if n >= limits.some_samples * len(lowest):
+            # so many are left out for those that are read again; by values, unless the data set has samples twice
+            parts = all(
+                _is_part(x, s.world_size) and not (x.distributed_sampler and x.sampler_fits) for x in loaders.values()
+            )
+            indices = all(x.sampled_epoch & BY_INDEX for x in loaders.values())
+            by_values = "" if indices else ", if the data set has no sample twice"
             yield _found(
-                OVERLAP, s, loaders, sorted(loaders), share=share, left_out=", and as many or more by none" if left_out else "",
-                severity=Severity.WARNING if left_out else None,
+                OVERLAP, s, loaders, sorted(loaders), share=n / len(lowest), n=n, of=len(lowest),
+                left_out=f", and as many or more by none{by_values}" if parts else "", severity=Severity.WARNING if parts else None,
             )  # fmt: skip
+            by_index = True  # enough was compared to find that
+    why = "" if by_index else "the values of samples were compared, which masks or augmentation change"
+    yield Abstained(why, checked=by_index, cause="same_batches_on_ranks")
 
 
 def _is_part(x: Loader, ranks: int) -> bool:

@@ -40,7 +40,7 @@ from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
 from distdiag.terms.ranks import unfold_ranks
-from distdiag.terms.units import counted
+from distdiag.terms.units import counted, percent
 
 kind = kinds.REPLICA_DRIFT
 _VETOES = (
@@ -204,9 +204,7 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
                 else f"{named} differ, as the structure of the model allows"
             )
             return abstained(why, checked=True)
-        return abstained(
-            f"{named} were equal before the first step and differ since: each rank may have its own by intent"
-        )
+        return abstained(f"{named} agreed before the first step and differ since: each rank may have its own by intent")
     if cause == "overwritten":
         name = next(reversed(sampled(s, kind_of))).name
         return OVERWRITTEN(victims=ranks, names=(name,), step=steps[0], name=name)
@@ -398,19 +396,26 @@ def _finding(
         what += f" ({each_text(each)})"
     elif way == "gradients_not_synced":
         what += _not_through_ddp(s)
+    sites = {q: site for q in ranks if (site := _place(s.ranks[q], words.place, by_hand)) is not None}
     certain = steps[-1] >= limits.certain_step and cause not in _BY_DESIGN
-    # not DDP's, if it averages well
-    unseen = (
-        way in ("update", "written", "first_update", "hooks_lost", "optimizer_state", "skipped_steps") and not by_hand
-    )
+    near = f"differed by less than {percent(limits.buffers_relative)}" if way == "buffers" else "agreed within rounding"
     return DRIFT(
         cause=known if (known := words.cause or way) in kind.causes else None, proved=certain or cause in ("buffers", "mild"),
         severity=Severity.INFO if cause in ("mild", "some_reduced") else Severity.WARNING if cause in _WARNS else None,
         culprits=odd, victims=[q for q in ranks if q not in odd], step=steps[0], last=steps[-1],
-        where=() if unseen else wheres(s, ranks, None, {q: averaging_site(s.ranks[q], by_hand) for q in ranks}),
-        equal="" if equal is None else f" (equal at step {equal})", what=what, spread=spread(values), cost=words.cost,
+        where=wheres(s, sites, None, sites), what=what,
+        equal="" if equal is None else f" (checksums {near} at step {equal})", spread=spread(values), cost=words.cost,
         do=(_skips(facts) if way == "skipped_steps" else "") + words.do,
     )  # fmt: skip
+
+
+def _place(r: RankState, place: str, by_hand: bool) -> Site | None:
+    """Return the line of a rank that the evidence is of (`Words.place`); None if it is not known."""
+    if place == "averaging" or (by_hand and place == "all_reduce"):
+        return averaging_site(r, by_hand)
+    if place == "wrap":
+        return next((m.site for m in r.models), None)
+    return next(iter(r.phase_stacks.get(place, ())), None)
 
 
 def _skips(facts: Facts) -> str:

@@ -20,7 +20,7 @@ LOGGED = Template(kind, "logged",
     "look for what one rank did alone in step {step}: a scheduler, a reduction or a decision by its own data",
     severity=Severity.WARNING)  # fmt: skip
 LAYERS = Template(kind, "gradients_not_synced",
-    "nothing reduces the{sparse} gradients of {drift}: these parameters were equal on all ranks before the first step and differ since step {step} or "
+    "nothing reduces the{sparse} gradients of {drift}: these parameters agreed on all ranks before the first step and differ since step {step} or "
     "earlier, while those of {equal} stay equal",
     "each rank trains its own copy of these parameters",
     "all_reduce the gradients of {drift}, too{how}; if each rank is to have its own, ignore this", severity=Severity.WARNING)  # fmt: skip
@@ -30,7 +30,7 @@ SPARSE_DO = (
     "build these layers with `sparse=False`"
 )
 SPLIT_LAYERS = Template(kind, "gradients_not_synced",
-    "{drift} were equal on all ranks before the first step and differ between {sets} since step {step} or earlier, while each of these sets stays "
+    "{drift} agreed on all ranks before the first step and differ between {sets} since step {step} or earlier, while each of these sets stays "
     "equal: data parallel ranks, it seems, of a model that {group} split between them ({own})",
     "what each rank of the split model has whole is no longer the same: its parts compute with different values",
     "clip by the norm of the whole model: all_reduce the squared norm of the split parameters over the group that splits them, as "
@@ -74,6 +74,8 @@ class Words:
     do: str
     cost: str = "each rank trains a different model; only one of them is saved"
     cause: str = ""  # of the kind, if it is not the name of the row
+    # Of which line this is evidence: "averaging" of gradients, "all_reduce" (the same, by hand only), "optimizer" (its step), "wrap" in DDP.
+    place: str = ""
 
 
 # fmt: off
@@ -81,16 +83,19 @@ WAYS = {
     "gradients_not_synced": Words(
         "their gradients are not averaged",
         "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP wraps",
+        place="averaging",
     ),
     "some_steps": Words(
         "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
         "let the last backward pass before each optimizer step average, outside `no_sync()` and through the DDP-wrapped model: "
         "also where the end of an epoch cuts an accumulation short",
+        place="averaging",
     ),
     "never_synced": Words(
         "their gradients are not averaged: DDP's forward runs, but no backward pass averages, as in `no_sync()`",
         "let the last backward pass before each optimizer step run outside `no_sync()`: the condition that ends the accumulation "
         "is never true on any rank; or look for `require_backward_grad_sync = False`",
+        place="averaging",
     ),
     "hooks_lost": Words(
         "DDP's hooks are no longer on {hooks} ({name}, …), so no gradient of these is averaged: DDP put them on autograd nodes that are "
@@ -103,16 +108,19 @@ WAYS = {
         "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
         "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains its own model on its "
         "part of the data",
+        place="averaging",
     ),
     "some_reduced": Words(
         "{share:share} of the gradients' elements are reduced in each step",
         "average the gradients of all parameters: look for a filter by name, by group or by `p.grad is not None` where they are "
         "collected; if the others are to be each rank's own (experts, personal layers), ignore this",
+        place="averaging",
     ),
     "partly_averaged": Words(
         "all gradients were averaged before, but not those of the parameters that have been trained since",
         "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after parameters were "
         "added or unfrozen",
+        place="averaging",
     ),
     "not_written_back": Words(
         "after some steps all ranks reduce as many elements as the parameters have, but these are the same before and after it: the "
@@ -121,12 +129,14 @@ WAYS = {
         "`cat` and `flatten` may make copies, which alone are averaged; or see whether what is averaged is always zero (`state_dict()` gives the live "
         "tensors: a copy to compare with needs `.clone()`); if the averages are for an evaluation only, ignore this",
         cause="gradients_not_synced",
+        place="averaging",
     ),
     "outside_ddp": Words(
         "an optimizer steps {name} that no DDP module had when it was built, so nothing averages their gradients",
         "put these parameters into the module before DDP wraps it (wrap it again after a layer was added), or wrap the module that "
         "holds them in DDP, too, or all_reduce their gradients by hand; if each rank is to have its own, ignore this",
         cost=UNFROZEN.cost,
+        place="optimizer",
     ),
     "outside_fsdp": Words(
         "an optimizer steps {name} that FSDP does not shard, beside those that it does (`ignored_params`, `ignored_modules`): FSDP does not "
@@ -135,6 +145,7 @@ WAYS = {
         "them, too (`fully_shard` takes a parameter of one element as `torch.full((1,), …)`, not one without a dimension); if each rank is to have "
         "its own, ignore this",
         cost=UNFROZEN.cost, cause="gradients_not_synced",
+        place="optimizer",
     ),
     "beside_fsdp": Words(
         "an optimizer steps {name} that FSDP does not shard, and the ranks' copies do not stay equal, although the script reduces gradients in each step",
@@ -142,6 +153,7 @@ WAYS = {
         "norm, or give `clip_grad_norm_` the sharded gradients (DTensor); check that the script reduces these gradients, too, before anything "
         "changes them; if each rank is to have its own, ignore this",
         cost=UNFROZEN.cost, cause="update",
+        place="optimizer",
     ),
     "untrained": Words(
         "parameters of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not "
@@ -164,6 +176,7 @@ WAYS = {
         "after backward, and wait for it (`work.wait()`) before the optimizer steps; check whether one rank alone clips, scales or "
         "adds to its gradients, or a communication hook averages nothing",
         cause="gradients_not_synced",
+        place="averaging",
     ),
     "different_init": Words(
         "gradients are averaged, but the replicas began with different values",
@@ -183,6 +196,7 @@ WAYS = {
     "buffers": Words(
         "their buffers differ, and broadcast_buffers is off",
         "leave broadcast_buffers=True, or reduce the buffers by hand",
+        place="wrap",
     ),
     "state": Words(
         "buffers that are saved with the model ({name}) are updated from each rank's own batches, and broadcast_buffers is off",
@@ -190,38 +204,43 @@ WAYS = {
         "them with `persistent=False`",
         cost="each rank computes with other values, and only those of one rank are saved",
         cause="buffers",
+        place="wrap",
     ),
     "mild": Words(
-        "their buffers were equal before and differ now, and broadcast_buffers is off",
+        "their buffers agreed before and differ now, and broadcast_buffers is off",
         "leave broadcast_buffers=True, or reduce the buffers by hand",
         cost="none, if these buffers may differ",
         cause="buffers",
+        place="wrap",
     ),
     "optimizer_state": Words(
         "gradients are averaged, but the states of the optimizers have counted different numbers of steps",
         "load one checkpoint on all ranks, with the optimizer's state and the epoch to start from: they have loaded different ones, or some ranks "
         "only have loaded one; DDP makes only the model equal, when it is built",
-        cost="each rank trains a different model; loops that start at a loaded epoch may end apart",
         cause="update",
+        place="optimizer",
     ),
     "skipped_steps": Words(
         "gradients are averaged, but different numbers of backward passes had no optimizer step of their own",
         "look for where a rank alone skips a step, or makes a backward pass more; let all ranks decide together: all_reduce the flag, or decide "
         "by an averaged loss",
         cause="update",
+        place="optimizer",
     ),
     "learning_rates": Words(
         "gradients are averaged, but learning rates differ",
         "give the scheduler the same input on all ranks: a reduced metric, steps instead of a rank's samples or tokens, the same "
         "epoch length; and load the same optimizer state on all ranks",
+        place="optimizer",
     ),
     "update": Words(
-        "gradients are averaged and the replicas were equal before, but {apart}",
+        "gradients are averaged and the replicas agreed within rounding before, but {apart}",
         "check whether one rank alone decides to load weights, or to skip, clip or scale a step; let all ranks decide together "
         "(all_reduce, broadcast), and reduce in the same order on all ranks: a set is ordered differently on each",
+        place="all_reduce",
     ),
     "written": Words(
-        "gradients are averaged and the replicas were equal before, but {apart}",
+        "gradients are averaged and the replicas agreed within rounding before, but {apart}",
         "look for what one rank alone puts into its model between two steps: a checkpoint (load the model and the optimizer's state on all "
         "ranks), or averaged (EMA) weights for a validation (put the trained ones back on every path: `try … finally`)",
         cause="update",
@@ -238,6 +257,7 @@ WAYS = {
         "reduced yet",
         "keep what `all_reduce(…, async_op=True)` returns, and call its `wait()` before the tensor is read, divided, copied or filled again",
         cause="gradients_not_synced",
+        place="averaging",
     ),
     "unequal": Words(
         "gradients are reduced in every step, but the replicas do not keep one distance: their updates differ",
@@ -245,12 +265,14 @@ WAYS = {
         "wait for every all_reduce (`work.wait()`) before the optimizer steps; reduce a gradient once backward has finished it, in "
         "the same order on all ranks",
         cause="update",
+        place="averaging",
     ),
     "accumulated": Words(
-        "the replicas were equal before, and gradients are averaged in one of several backward passes per step: those of the "
+        "the replicas agreed within rounding before, and gradients are averaged in one of several backward passes per step: those of the "
         "passes after it stay local, or not every rank updates its parameters in the same way",
         "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is so "
         "already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
+        place="averaging",
     ),
     "added": Words(
         "DDP averages in one of about {in_all:.0f} passes, and the gradients with which the optimizer steps differ between the ranks: passes after "
@@ -259,7 +281,8 @@ WAYS = {
         "averages the sum of all; if it is so already, check whether one rank alone clips, scales or adds to its gradients, or a communication "
         "hook averages nothing",
         cause="update",
+        place="averaging",
     ),
 }
-WAYS["changed"] = replace(WAYS["local"], cause="update")  # after the replicas were equal
+WAYS["changed"] = replace(WAYS["local"], cause="update")  # after the replicas agreed
 # fmt: on

@@ -107,7 +107,9 @@ class Loaders:
             self._unmeasured.pop(site, None)
             asked, length = self._asked
             if asked != id(dataset):
-                asks = _asks(sampler, dataset)
+                # beside a batch sampler without a sampler torch makes one that is never drawn from
+                drawn = batch_sampler is None or hasattr(batch_sampler, "sampler")
+                asks = drawn and _asks(sampler, dataset)
                 length = -1 if isinstance(dataset, IterableDataset) or asks else _length(dataset)
                 if asks:
                     self._unmeasured[site] = loader

@@ -231,6 +231,7 @@ def test_no_sync_around_backward_alone_is_named_by_counts_at_any_load() -> None:
         model = Model(buckets=BUCKETS, forwards=240, synced_backwards=240, vain_no_syncs=vain)
         stacks = {"backward": (Site("/job/fit.py", 80, "update"),)}
         seen = {"phase_stacks": stacks, "phase_sites": {"backward": ((stacks["backward"][0], 9),)}}
+        seen["ddp_times"] = tuple(DdpTime(8 * k, 100.0, 70.0, 60.0) for k in range(1, 5) if exposed_ms)
         return [rank(q, step=60, steps=steps(wait_ms=exposed_ms, seed=q), models=(model,), **seen) for q in range(2)]
 
     for cpu_pct, exposed_ms in ((99.0, 0.0), (40.0, 0.0), (99.0, 90.0), (40.0, 90.0)):
@@ -239,6 +240,7 @@ def test_no_sync_around_backward_alone_is_named_by_counts_at_any_load() -> None:
             "`no_sync()` has no effect at fit.py:80 in update: 3 of 4 backward passes of a step run in it, their forward "
             "does not, so all 4 exchange 100.0 MiB of gradients"
         )
+        assert f.cost == "3 of 4 exchanges of gradients in each step" + ": up to 45 % of step time" * bool(exposed_ms)
         assert (f.severity, f.certainty) == ("warning", "proved") and str(f.advice).startswith(
             "put the forward inside `no_sync()`"
         )

@@ -75,7 +75,7 @@ def test_samplers_that_shuffle_differently_are_reported(
         return duplicates(*both)
 
     of = found()
-    assert [f.cause for f in of] == ["same_batches_on_ranks"] * bool(what)
+    assert [f.cause for f in of] == ["parts_overlap"] * bool(what)
     if what:
         assert what in of[0].message and "some samples are in none" in of[0].message
     assert found(shuffle=False) == []
@@ -289,16 +289,26 @@ def test_ways_to_read_an_epoch_are_told_apart(kind: str, severity: str) -> None:
     assert len(wrong) <= (3 if severity else 0), wrong
 
 
+@pytest.mark.parametrize("by_index", [1 << 32, 0])
 @pytest.mark.parametrize(("length", "severity"), [(1600, "warning"), (9600, "info")])
 def test_parts_that_overlap_are_a_warning_if_they_are_as_many_samples_as_the_data_set_has(
-    length: int, severity: str
+    length: int, severity: str, by_index: int
 ) -> None:
     r = random.Random(3)
     read = [hashed(r.sample(PART[:1600], 1600)[q::2]) for q in range(2)]
-    of = [loader(first_fingerprints=prints(q), sampled_epoch=1 | 1 << 32, epoch_samples=x, length=100, batch_size=8, dataset_length=length)
+    of = [loader(first_fingerprints=prints(q), sampled_epoch=1 | by_index, epoch_samples=x, length=100, batch_size=8, dataset_length=length)
           for q, x in enumerate(read)]  # fmt: skip
-    f = only(duplicates(*of))
-    assert f.severity == severity and ("and as many or more by none" in f.message) is (severity == "warning")
+    f, *checks = duplicate_data.evaluate(
+        Facts(job(*(rank(q, loaders=(x,)) for q, x in enumerate(of))), source=lambda _: PLAIN)
+    )
+    assert checks == [Abstained("", checked=True, cause="same_batches_on_ranks")]
+    assert (
+        isinstance(f, Finding)
+        and (f.cause, f.severity) == ("parts_overlap", severity)
+        and " of 32 that were compared) are" in f.message
+    )
+    assert ("and as many or more by none" in f.message) is (severity == "warning")
+    assert ("if the data set has no sample twice" in f.message) is (severity == "warning" and not by_index)
 
 
 @pytest.mark.parametrize(("by_index", "checked"), [(1 << 32, True), (0, False)])

@@ -79,6 +79,9 @@ def test_waits_at_the_start_of_epochs_are_named_with_what_the_workers_do(
         f = only(of_kind(speeds(job(*ranks)), "input_bound"))
         told = advice != "raise num_workers"
         assert advice in f.advice and ("raise num_workers" in f.advice) is not told
+        assert ("an epoch that the main process sets in it no longer reaches them" in f.advice) is (
+            "`persistent" in advice
+        )
         assert ("get_worker_info" in f.advice) is (length is None and not told)
         assert ("for the first batch of an epoch of 20 batches, 2.0 s each time" in f.message) is told
         assert f.message.endswith("; its worker is then at shards.py:19 in fill")

@@ -268,7 +268,7 @@ def test_layers_whose_gradients_are_left_out_of_the_reduction_are_named(
     assert [f.severity for f in of] == [severity] * (severity is not None)
     if of:
         kind = "the sparse" if sparse else "the"
-        assert f"nothing reduces {kind} gradients of Embedding: these parameters were equal" in of[0].message
+        assert f"nothing reduces {kind} gradients of Embedding: these parameters agreed on all ranks" in of[0].message
         assert ("sparse=False" in str(of[0].advice)) is sparse
     left = [x for x in replica_drift.evaluate(Facts(s)) if isinstance(x, Abstained) and x.cause is None]
     assert [x.checked for x in left] == [False], "they began equal: that they differ is not taken for the structure"
@@ -420,8 +420,7 @@ def test_what_ranks_of_a_split_model_have_whole_and_drifts_between_them_is_repor
     f = only(split_pairs(apart_by_pair))
     assert (f.cause, f.severity, f.certainty, f.where) == ("gradients_not_synced", "warning", "suspected", ())
     assert (
-        "Embedding were equal on all ranks before the first step and differ between ranks 0, 2 and ranks 1, 3"
-        in f.message
+        "Embedding agreed on all ranks before the first step and differ between ranks 0, 2 and ranks 1, 3" in f.message
     )
     assert "a model that ranks 0, 1 split between them (Split)" in f.message and "squared norm" in str(f.advice)
 
@@ -471,7 +470,10 @@ def test_parameters_that_fsdp_ignores_and_nothing_averages_are_reported() -> Non
     """The temperature of a contrastive loss has no dimension to be sharded by."""
     f = only(beside_fsdp(lambda q, k: 2.0 + 0.01 * k * (q + 1)))
     assert (f.cause, f.severity, f.certainty, f.step) == ("gradients_not_synced", "warning", "suspected", 2)
-    assert "steps 1 parameter (one element) that FSDP does not shard" in f.message and "(equal at step 0)" in f.message
+    assert (
+        "steps 1 parameter (one element) that FSDP does not shard" in f.message
+        and "(checksums agreed within rounding at step 0)" in f.message
+    )
     assert "ReduceOp.AVG" in str(f.advice)
 
 
@@ -612,8 +614,11 @@ def test_optimizers_of_which_one_has_loaded_its_state_are_the_reason(
         counts = [Sample("optimizer_steps", k, float(k + (before[q] if k > 64 else 0))) for k in steps if before]
         return (*drift, *rates, *counts)
 
-    f = only(of_kind(found_in(job(*(rank(q, samples=samples(q)) for q in range(3)))), "replica_drift"))
-    assert f.culprits == (0,) and f.cause == "update"
+    stacks = {"backward": (Site("/job/fit.py", 7, "fit"),), "optimizer": (Site("/job/fit.py", 9, "fit"),)}
+    ranks = (rank(q, samples=samples(q), phase_stacks=stacks) for q in range(3))
+    f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
+    assert f.culprits == (0,) and f.cause == "update" and {w.line for w in f.where} == ({9} if named else set())
+    assert "(checksums agreed within rounding at step 64)" in f.message and "loaded epoch" not in f.cost
     assert ("counted different numbers of steps (128 on ranks 1, 2, 378 on rank 0)" in f.message) is named
     assert ("load one checkpoint on all ranks, with the optimizer's state" in str(f.advice)) is named
 
@@ -747,8 +752,10 @@ def test_parameters_that_no_gradient_trains_and_each_rank_updates_are_drift(
 ) -> None:
     """A codebook that is a parameter, moved by hand; a frozen backbone is equal."""
     samples = [tuple(Sample("frozen", k, values(q, k), key=5, name="vq.code") for k in (2, 4, 8, 16)) for q in range(2)]
-    of = of_kind(found_in(job(*(rank(q, calls=calls, samples=samples[q]) for q in range(2)))), "replica_drift")
-    assert [(f.cause, f.severity, f.certainty) for f in of] == [("update", "warning", "suspected")] * found
+    stacks = {"backward": (Site("/job/fit.py", 7, "fit"),)}
+    ranks = (rank(q, calls=calls, samples=samples[q], phase_stacks=stacks) for q in range(2))
+    of = of_kind(found_in(job(*ranks)), "replica_drift")
+    assert [(f.cause, f.severity, f.certainty, f.where) for f in of] == [("update", "warning", "suspected", ())] * found
     assert not found or "no gradient trains (vq.code) are updated from each rank's own batches" in of[0].message
 
 
@@ -835,7 +842,7 @@ def test_buffers_that_were_equal_before_and_differ_a_little_are_info() -> None:
         for q in range(2)
     ]
     f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
-    assert (f.cause, f.severity, f.step) == ("buffers", "info", 16) and "were equal before" in f.message
+    assert (f.cause, f.severity, f.step) == ("buffers", "info", 16) and "agreed before and differ now" in f.message
 
 
 @pytest.mark.parametrize("apart_at", [(16,), (2,), (2, 4)])

@@ -193,13 +193,22 @@ def test_inputs_that_are_larger_than_those_of_the_others_are_named(phase: str, e
 
 
 @pytest.mark.parametrize(
-    ("warm_since_s", "each_ms", "grows"), [(0.0, 0.2, True), (-9.0, 0.2, False), (0.0, 0.0, False), (0.0, -0.2, False)]
+    ("warm_since_s", "each_ms", "queued", "grows"),
+    [
+        (0.0, 0.2, 0.3, True),
+        (0.0, 0.2, 0.6, False),
+        (-9.0, 0.2, 0.0, False),
+        (0.0, 0.0, 0.0, False),
+        (0.0, -0.2, 0.0, False),
+    ],
 )
-def test_steps_that_take_longer_with_time_are_said_to(warm_since_s: float, each_ms: float, grows: bool) -> None:
+def test_steps_that_take_longer_with_time_are_said_to(
+    warm_since_s: float, each_ms: float, queued: float, grows: bool
+) -> None:
     """A hundred steps since then: 61 ms each on average, or 151 ms; the newest take 148 ms or more, in each `each_ms` more."""
     ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q)) for q in range(2)]
     own = [msgspec.structs.replace(x, step_ms=x.step_ms + each_ms * x.step) for x in steps(80.0, "forward", seed=2)]
-    ranks.append(rank(2, steps=tuple(own), step=120, warm_since_s=warm_since_s))
+    ranks.append(rank(2, steps=tuple(own), step=120, warm_since_s=warm_since_s, queued_share=queued))
     f = only(stragglers(job(*ranks)))
     assert ("steps take longer with time: 157 ms now, 61 ms on average so far" in f.message) is grows
     assert ("hooks that are registered again" in f.advice) is grows
