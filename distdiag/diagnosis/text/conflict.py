@@ -110,10 +110,13 @@ def advice(verdict: Verdict) -> str:
         saves = _saved_at(verdict, next(call for call in wait.calls.values() if call.other_thread))
         return filled(_SAVES_ADVICE, site=saves) if saves else THREADS_ADVICE if verdict.culprits else _OWN_GROUP
     row = cause if cause in _ADVICE else "op"
+    other_call = apart and cause == "dtype" and compatible.elements(a) != compatible.elements(b)
     if wait.p2p and cause == "shape":
         row = "message"
     elif (cause not in ("dtype", "root") or apart) and (advised := evidence.advice(verdict)):
         return advised
+    elif other_call:  # no cast would make it the same
+        row = "missing_rank"
     elif cause == "shape" and verdict.culprits and apart:
         row = "way"
     elif cause == "shape" and a.site is not None and not apart and a.site.function == "forward":
@@ -176,10 +179,11 @@ def _side_text(verdict: Verdict, snapshot: Snapshot, side: Collection[int], caus
     call = verdict.wait.calls[min(side)]
     op = compatible.op_name(call.op)
     n, dtype = compatible.elements(call), compatible.dtype_name(call.dtype)
+    sizes = {compatible.elements(one) for one in verdict.wait.calls.values()}
     what = {
         "op": op,
         "root": f"{op} with root {call.root}",
-        "dtype": f"{op} of {dtype}",
+        "dtype": f"{op} of {f'{n:,} {dtype}' if n is not None and len(sizes) > 1 else dtype}",
         "shape": f"{op} of {counted(n, 'element')}" if n is not None else op,
     }[cause]
     if call.other_thread:
