@@ -42,8 +42,7 @@ def attach(job: Job, ras: bool = False) -> Report:
     Raises:
         DistdiagError: it is recorded, or no stack could be read.
     """
-    recorded = next((p for p in job.processes if p.recorded), None)
-    if recorded is not None:
+    if (recorded := job.recorded) is not None:
         raise DistdiagError(
             f"pid {recorded.pid} is recorded by distdiag, which knows more than its stacks",
             f"distdiag diagnose {shlex.quote(_run_of(recorded))}", kind="recorded",

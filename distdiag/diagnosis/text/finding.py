@@ -118,9 +118,8 @@ def _last_seen(r: LastSeen) -> str:
     call = ""
     if r.collective is not None:
         number = f" #{r.collective.seq:,}" if r.collective.seq is not None else ""
-        name = f"{r.collective.op or 'a collective'}{number}" + (
-            f" ({r.collective.group})" if r.collective.group else ""
-        )
+        op = r.collective.op or ("a collective" if r.waits or not number else "")
+        name = f"{op}{number}".lstrip() + (f" ({r.collective.group})" if r.collective.group else "")
         lasted = f" for {rough_duration(r.t_s - r.since_s)}" if r.t_s is not None and r.since_s is not None else ""
         call = f", waiting in {name}{lasted}" if r.waits else f"; last collective: {name}"
     state = "" if r.waits or not r.state else f" ({r.state.replace('_', ' ')})"
