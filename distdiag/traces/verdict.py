@@ -288,7 +288,7 @@ def _function(
         for name, of_name in r.trace.functions.items():
             times[name][q] = sum(inside.within(start, end) for start, end in of_name)
     more = {name: x[late] - statistics.median(us for q, us in x.items() if q != late) for name, x in times.items()}
-    found = min((name for name, us in more.items() if us >= least_us), key=lambda name: more[name], default="")
+    found = min((name for name, us in more.items() if us >= least_us), key=lambda name: times[name][late], default="")
     return f", {ms_text(times[found][late] / 1e3 / steps)} ms of it in {found}" if found else ""
 
 

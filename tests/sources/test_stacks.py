@@ -624,6 +624,21 @@ def test_a_wait_for_a_queue_names_the_thread_that_fills_it(tmp_path: Path) -> No
         assert ("timeout" if named else "fill or drain that queue") in f.advice and "lock" not in f.advice
 
 
+def test_the_call_that_leads_one_rank_into_its_operation_is_named() -> None:
+    """Each rank's operation is in a function of its own; their callers part in `main`."""
+
+    def inside(op: str, function: str, line: int) -> Seen:
+        users = (frame(function, "/home/me/engine.py", 28), frame("main", "/home/me/train.py", line))
+        return Seen(position=position(at(frame(op, C10D), *users)))
+
+    (f,) = findings(
+        {0: inside("barrier", "save_state", 57)} | {r: inside("all_reduce", "train_epoch", 55) for r in (1, 2, 3)}
+    )
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "op", (0,))
+    assert "; rank 0 came there by the call at train.py:57 in main" in f.message
+    assert f.advice.startswith("see the call at train.py:57 in main that leads rank 0 to barrier")
+
+
 def test_a_worker_that_waits_for_a_lock_may_have_been_forked_with_it() -> None:
     loader = frame("_try_get_data", f"{LIBRARY}/utils/data/dataloader.py")
     waits = Seen(position=position(at(loader, USER)), workers=(Site("/home/me/cache.py", 3, "get"),))
