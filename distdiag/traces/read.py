@@ -279,8 +279,7 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
         elif e.cat == "user_annotation":
             _annotation(trace, e, end)
         elif e.cat == "python_function":
-            if (m := _FUNCTION.fullmatch(e.name)) is not None and users(m[1]):
-                trace.functions.setdefault(place(m[1], int(m[2]), m[3]), []).append((e.ts, end))
+            _function(trace, e.name, e.ts, end)
         elif e.name.endswith("Synchronize"):  # of CUDA or HIP
             trace.syncs.append(e.ts)
         if e.cat in ("user_annotation", "gpu_user_annotation"):
@@ -310,6 +309,11 @@ def _annotation(trace: Trace, e: _Event, end: float) -> None:
         trace.own_loads = trace.own_loads or "_SingleProcess" in e.name
     else:
         trace.parts.append(Op(e.name, start, end, e.tid))
+
+
+def _function(trace: Trace, name: str, start: float, end: float) -> None:
+    if (m := _FUNCTION.fullmatch(name)) is not None and users(m[1]):
+        trace.functions.setdefault(place(m[1], int(m[2]), m[3]), []).append((start, end))
 
 
 def _backwards(events: Iterable[_Event], forwards: Sequence[Mark]) -> list[Mark]:
