@@ -154,11 +154,10 @@ def _syncs(r: Recorded, window: Window, steps: int) -> float:
 
 def _forwards(recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int) -> float:
     """Return how many forwards of DDP a step has, on the rank with fewest."""
-    made = ([x.start for x in r.trace.parts if x.name == "DistributedDataParallel.forward"] for r in recorded.values())
-    counts = (
-        sum(low <= t < high for t in starts)
-        for starts, (low, high) in zip(made, map(windows.get, recorded), strict=True)
-    )
+    counts = []
+    for q, r in recorded.items():
+        low, high = windows[q]
+        counts.append(sum(low <= x.start < high for x in r.trace.parts if x.name == "DistributedDataParallel.forward"))
     return min(counts, default=0) / max(1, steps)
 
 
