@@ -89,10 +89,15 @@ class Job:
         return next((n for n in (_int(self.env.get(name)) for _, name, *_ in LAUNCHERS) if n), None)
 
     @property
+    def recorded(self) -> Candidate | None:
+        """A rank of it that distdiag records, if there is one."""
+        return next((p for p in self.processes if p.recorded), None)
+
+    @property
     def title(self) -> str:
         """Return `41 (train.py, 4 ranks, MASTER_PORT 29500)`: what `--job` takes, and what it is."""
         port = f", MASTER_PORT {visible(self.env['MASTER_PORT'])[:12]}" if "MASTER_PORT" in self.env else ""
-        return f"{self.names[0]} ({self.processes[0].script}, {counted(len(self.processes), 'rank')}{port})"
+        return f"{self.names[0]} ({self.processes[0].script}, {counted(len(self.processes), 'rank')}{port}{', recorded' if self.recorded else ''})"
 
     def expected(self, ranks: Collection[int]) -> set[int]:
         """Return the ranks that this host should have, `ranks` included."""
@@ -162,7 +167,7 @@ def _spawned(everything: Mapping[int, Candidate], named: Collection[int]) -> dic
 
 
 def chosen(pids: Collection[int], name: str | None, jobs: list[Job]) -> Job:
-    """Return the job that has these processes, has this name, or is the only one.
+    """Return the job that has these processes, has this name, or is the only one; else the only one that is not recorded.
 
     Raises:
         DistdiagError: there is none, or more than one.
@@ -170,8 +175,9 @@ def chosen(pids: Collection[int], name: str | None, jobs: list[Job]) -> Job:
     if pids:
         return _of_pids(pids, jobs)
     found = [j for j in jobs if name is None or name in j.names]
-    if len(found) == 1:
-        return found[0]
+    unrecorded = [j for j in found if j.recorded is None]
+    if len(found) == 1 or len(unrecorded) == 1:
+        return (unrecorded or found)[0]
     if not found:
         if name is not None and jobs:
             raise DistdiagError(f"no job here has the name {visible(name)}", f"one of {_listed(jobs)}", kind="no_rank")

@@ -21,7 +21,7 @@ from distdiag.diagnosis.model.snapshot import Life, Site
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
-from distdiag.sources.stacks.calls import position
+from distdiag.sources.stacks.calls import feeder, position
 from distdiag.sources.stacks.frames import Process
 from distdiag.sources.stacks.verdict import Seen, report
 from distdiag.terms.secrets import mask
@@ -42,8 +42,7 @@ def attach(job: Job, ras: bool = False) -> Report:
     Raises:
         DistdiagError: it is recorded, or no stack could be read.
     """
-    recorded = next((p for p in job.processes if p.recorded), None)
-    if recorded is not None:
+    if (recorded := job.recorded) is not None:
         raise DistdiagError(
             f"pid {recorded.pid} is recorded by distdiag, which knows more than its stacks",
             f"distdiag diagnose {shlex.quote(_run_of(recorded))}", kind="recorded",
@@ -211,7 +210,7 @@ def _seen(process: Process | None, samples: list[Sample], p: Candidate, source: 
     moved = _moved(samples) or last.error == sample.ENDED  # what has ended was not stuck
     where = position(process.judged, source, still=not moved and not busy)
     return Seen(
-        position=where, pid=p.pid, moved=moved, busy=busy and not where.device, open=_open(samples),
+        position=where, feeder=feeder(process, where, source), pid=p.pid, moved=moved, busy=busy and not where.device, open=_open(samples),
     )  # fmt: skip
 
 

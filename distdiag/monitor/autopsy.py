@@ -242,12 +242,16 @@ def _last_seen(r: RankState, v: RankView, seen_s: float) -> LastSeen:
     calls = v.history.calls
     made = (c for c in reversed(calls) if c.op not in ("init_process_group", "new_group"))
     last: Call | None = r.blocked or next(made, None)
+    known = reference(last) if last is not None else None
+    counted = r.enqueued.get(last.group, 0) if last is not None and r.blocked is None else 0
+    if last is not None and counted > (last.seq or counted):
+        known = CollectiveRef("", last.group, counted)  # made in C++, as DDP's: no call, but the group counts it
     site: Site | None = r.current_site
     return LastSeen(
         rank=r.rank, t_s=seen_s,
         file=site.file if site else None, line=site.line if site else None, function=site.function if site else None,
         state=_doing(r),
-        collective=reference(last) if last is not None else None,
+        collective=known,
         waits=r.blocked is not None, since_s=last.entered_s if last is not None else None,
     )  # fmt: skip
 

@@ -18,6 +18,12 @@ _LIBRARY = re.compile(
     rf"|{_RECORDER.pattern}|(?:^|/)bin/(?:torchrun|accelerate|deepspeed|ray|vllm|lightning|fabric|tune)$"
 )
 
+# py-spy and the profiler leave out the folder of installed packages: `tqdm/_monitor.py`
+_SHORT_PACKAGE = re.compile(
+    r"^(?:accelerate|composer|datasets|deepspeed|diffusers|fairscale|ignite|keras|lightning|lightning_fabric|mlflow|numpy|pandas|peft|"
+    r"pytorch_lightning|ray|sentry_sdk|tensorboardX?|timm|torchdata|torchvision|tqdm|transformers|trl|wandb)/"
+)
+
 
 def in_torch(file: str) -> str:
     """Return the path of a file below torch's package; empty if it is not torch's."""
@@ -28,6 +34,12 @@ def in_torch(file: str) -> str:
 def in_recorder(file: str) -> bool:
     """True for a file of distdiag's that runs in a recorded rank."""
     return _RECORDER.search(file) is not None
+
+
+@lru_cache(4096)
+def users(file: str) -> bool:
+    """True if a file is neither Python's nor torch's nor an installed package's, as tools show it from outside: often by a short path."""
+    return owner(file) == USER and _SHORT_PACKAGE.match(file) is None
 
 
 @lru_cache(4096)

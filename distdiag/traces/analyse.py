@@ -270,6 +270,7 @@ def condense(trace: Trace, window: Window, steps: int) -> None:
     kernels_of(trace, window, steps)
     inputs_of(trace, window)
     trace.compute, trace.operators = compute_of(trace, window), operators_of(trace, window, steps)
+    trace.functions = {name: union(spans, *window) for name, spans in trace.functions.items()}
     trace.ops, trace.device = [], []
 
 

@@ -17,10 +17,12 @@ import msgspec
 
 from distdiag import guard
 from distdiag.guard import Announce
+from distdiag.terms.frames import users
 from distdiag.terms.operations import family
 from distdiag.terms.units import SCALAR_TYPES
 from distdiag.terms.untrusted import is_rank, short_text
 from distdiag.traces.model import Operator
+from distdiag.traces.text import place
 
 MAX_FILE_BYTES = 512 << 20  # unpacked
 MAX_EVENTS = 5_000_000
@@ -33,6 +35,7 @@ _FSDP = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \(([\w.,\- ]{1
 _MODULE = re.compile(r"module: ([\w.\-]{1,200}|\(root\))")  # by `distdiag profile`, around each forward
 _BACKWARD = "autograd::engine::evaluate_function: "
 ROOT = "(root)"  # FSDP names no module for the outermost one
+_FUNCTION = re.compile(r"([^<].{0,1000}\.py)\((\d{1,9})\): (.{1,200})")  # with_stack=True: file, line of `def`, name
 _BACKENDS = ("gloo:", "nccl:", "mpi:", "ucc:", "xccl:", "stream:")
 Input = tuple[str, tuple[int, ...]]  # operator, shape
 _Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
@@ -126,6 +129,7 @@ class Trace:
         device: (start, end) of kernels and copies that compute; empty if only the host was traced.
         marks: ProfilerStep annotations: (number, start, end).
         parts: What `record_function` names on the host, as the optimizer's step; `syncs`: when the host began to wait for its device.
+        functions: By name and line: (start, end) of the user's functions, with with_stack=True.
         loads: (start, end) of waits for the data loader; `own_loads` if the training process itself loads (num_workers=0).
         host, where: Its host; its host and device, as `gpu-7, GPU 3 (NVIDIA A100)`; empty if not in the file.
         compute, operators, kernels, inputs: Taken from `ops` and `device` by `analyse.condense`, which empties both.
@@ -141,6 +145,7 @@ class Trace:
     own_loads: bool = False
     parts: list[Op] = field(default_factory=list)
     syncs: list[float] = field(default_factory=list)
+    functions: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     host: str = ""
     where: str = ""
     compute: list[tuple[float, float]] | None = None
@@ -161,6 +166,7 @@ class Trace:
             span.end += us
         self.device = [(start + us, end + us) for start, end in self.device]
         self.loads = [(start + us, end + us) for start, end in self.loads]
+        self.functions = {name: [(start + us, end + us) for start, end in x] for name, x in self.functions.items()}
         self.syncs = [start + us for start in self.syncs]
         if self.compute is not None:
             self.compute = [(start + us, end + us) for start, end in self.compute]
@@ -272,6 +278,8 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
                 trace.device.append((e.ts, end))
         elif e.cat == "user_annotation":
             _annotation(trace, e, end)
+        elif e.cat == "python_function":
+            _function(trace, e.name, e.ts, end)
         elif e.name.endswith("Synchronize"):  # of CUDA or HIP
             trace.syncs.append(e.ts)
         if e.cat in ("user_annotation", "gpu_user_annotation"):
@@ -301,6 +309,11 @@ def _annotation(trace: Trace, e: _Event, end: float) -> None:
         trace.own_loads = trace.own_loads or "_SingleProcess" in e.name
     else:
         trace.parts.append(Op(e.name, start, end, e.tid))
+
+
+def _function(trace: Trace, name: str, start: float, end: float) -> None:
+    if (m := _FUNCTION.fullmatch(name)) is not None and users(m[1]):
+        trace.functions.setdefault(place(m[1], int(m[2]), m[3]), []).append((start, end))
 
 
 def _backwards(events: Iterable[_Event], forwards: Sequence[Mark]) -> list[Mark]:

@@ -22,6 +22,7 @@ from distdiag.traces.text import NAME, ms_text
 
 LATE_SHARE, LATE_WAIT = 0.6, 0.05  # of all skew, of a step: from here on one rank is named
 LATE_STEPS, LEAST_STEPS = 0.8, 0.3  # share of the steps with a late rank in which it must be the latest; of all steps
+CHANCE = 0.05  # a rank that is not the latest in all these steps is named if chance makes one so often the latest with less than this
 MOST = 0.8  # of what takes a late rank longer: from here on a part is named as the reason
 MORE_SHARE = 0.03  # of a step: a part of a late rank's time is named as the reason if it exceeds the others' by this
 SHARED = 0.3  # of a step, on every rank: from here on waits for data and exposed communication are named
@@ -59,6 +60,10 @@ _SHARDED = (
 )
 _EXPERTS = "let other work hide it (async_op=True, shared experts), keep the ranks that exchange most inside of a node, or send bf16"
 _STAGES = "split a step into more micro-batches, or use an interleaved schedule: stages that wait for their neighbours are its bubble"
+_NO_SYNC = (
+    "a step has {n:g} forwards of DDP, and each backward averages all gradients: run all but the last of an update in `with model.no_sync():`; "
+    "then send less (bf16_compress_hook)"
+)
 # by `probe` of the operation that takes most time
 _COMM_OF = {"allgather": _SHARDED, "reducescatter": _SHARDED, "alltoall": _EXPERTS, "sendrecv": _STAGES}
 _MEASURE = "; `distdiag probe` measures what the network can do"
@@ -99,7 +104,7 @@ def verdict_of(
         return f"{among}rank {late} comes last to the collectives{often}: {waited}{why}", advice
     shared = (
         _input(ranks, recorded, windows, partial),
-        _exposed(ranks, by_kind, partial),
+        _exposed(ranks, by_kind, partial, _forwards(recorded, windows, steps)),
     )
     found = max((x for x in shared if x), default=None, key=lambda x: x[0]) or _idle_devices(
         ranks, recorded, windows, steps
@@ -147,8 +152,17 @@ def _syncs(r: Recorded, window: Window, steps: int) -> float:
     return sum(window[0] <= at < window[1] for at in r.trace.syncs) / steps
 
 
+def _forwards(recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int) -> float:
+    """Return how many forwards of DDP a step has, on the rank with fewest."""
+    counts = []
+    for q, r in recorded.items():
+        low, high = windows[q]
+        counts.append(sum(low <= x.start < high for x in r.trace.parts if x.name == "DistributedDataParallel.forward"))
+    return min(counts, default=0) / max(1, steps)
+
+
 def _exposed(
-    ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], partial: bool
+    ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], partial: bool, forwards: float
 ) -> tuple[float, str, str] | None:
     """Return the share of a step that communication takes on every rank, and computation does not hide; and what to do."""
     known = (r for r in ranks if r.step_ms > 0 and r.wait_ms is not None)
@@ -168,6 +182,9 @@ def _exposed(
         op = max(by_kind, key=lambda c: c.transfer_ms).op if by_kind else ""
         known = family(op.rstrip("_"))
         kind = "sendrecv" if is_message(op) else known.probe if known is not None else ""
+        reduced = sum(c.per_step for c in by_kind if (made := family(c.op.rstrip("_"))) and made.probe == "allreduce")
+        if kind == "allreduce" and 2 <= forwards <= reduced:
+            return share, text, _NO_SYNC.format(n=forwards) + _MEASURE
         return share, text, _COMM_OF.get(kind, _COMM) + _MEASURE
     calls, n_bytes = sum(c.per_step for c in small), sum(c.bytes_per_step or 0.0 for c in small)
     text += f", most of it in {calls:g} collectives a step of {size_text(n_bytes / calls)} on average"
@@ -210,8 +227,16 @@ def _late_rank(
         return None
     late, most = total.most_common(1)[0]
     led = sum(late == of_step.most_common(1)[0][0] for of_step in by_step.values())
-    often = led >= max(LATE_STEPS * len(by_step), LEAST_STEPS * steps)
+    often = led >= max(LATE_STEPS * len(by_step), LEAST_STEPS * steps) and not _by_chance(
+        led, len(by_step), len(recorded)
+    )
     return (late, led) if often and led >= min(2, steps) and most >= LATE_SHARE * total.total() else None
+
+
+def _by_chance(led: int, steps: int, ranks: int) -> bool:
+    """True if of equally late ranks one would often be the latest in `led` of `steps`; False if it was so in all of them."""
+    ways = sum(math.comb(steps, n) * (ranks - 1) ** (steps - n) for n in range(led, steps + 1))
+    return led < steps and ranks * ways >= CHANCE * ranks**steps
 
 
 def _more(
@@ -238,11 +263,32 @@ def _more(
     most = max((more for more, *_ in found), default=0.0)
     # the loader is named first: a wait for it is also time in which nothing is computed
     text, advice = next(((text, advice) for more, text, advice in found if more >= MOST * most), ("", _UNKNOWN))
+    spans = {
+        q: analyse.alone([windows[q]], r.trace, windows[q]) if advice is _IDLE
+        else union(r.trace.loads, *windows[q]) if advice is _DATA
+        else [] if kernels[q][0] else analyse.compute_of(r.trace, windows[q])
+        for q, r in recorded.items()
+    }  # fmt: skip
+    text += _function(late, 1e3 * MOST * most * steps, spans, recorded, steps) if text else ""
     if advice is _IDLE:
         inside, advice = _idle(late, MOST * most, recorded, windows, steps)
         text += inside
     where, workers = f" ({trace.where})" if trace.where else "", _OWN_LOADS if trace.own_loads else _WORKERS
     return text, advice.format(late=late, where=where, workers=workers)
+
+
+def _function(
+    late: int, least_us: float, spans: Mapping[int, Spans], recorded: Mapping[int, Recorded], steps: int
+) -> str:
+    """Return the user's innermost function in which the late rank spends at least so much more of these spans; empty if none is known."""
+    times: dict[str, dict[int, float]] = defaultdict(lambda: dict.fromkeys(recorded, 0.0))
+    for q, r in recorded.items():
+        inside = Coverage(spans[q])
+        for name, of_name in r.trace.functions.items():
+            times[name][q] = sum(inside.within(start, end) for start, end in of_name)
+    more = {name: x[late] - statistics.median(us for q, us in x.items() if q != late) for name, x in times.items()}
+    found = min((name for name, us in more.items() if us >= least_us), key=lambda name: times[name][late], default="")
+    return f", {ms_text(times[found][late] / 1e3 / steps)} ms of it in {found}" if found else ""
 
 
 def _idle(

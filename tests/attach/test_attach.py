@@ -292,10 +292,23 @@ def test_no_permission_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert e.value.code == 4
 
 
-def test_a_recorded_job_is_left_to_diagnose(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_recorded_rank() -> Candidate:
     recorded = process(11, 1, rank(0, 1), "python", "-m", "distdiag.run", "--run-dir", "/runs/a b", "train.py")
     recorded.__dict__["maps"] += b"7f0 rw-s 0 00:1a 5 /dev/shm/distdiag-1000/x/rank_0.page\n"
-    (job,) = here(monkeypatch, recorded)
+    return recorded
+
+
+def test_of_two_jobs_the_one_that_is_not_recorded_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    other, third = (process(pid, 1, rank(0, 1, port)) for pid, port in ((21, 29501), (31, 29502)))
+    recorded, job = here(monkeypatch, a_recorded_rank(), other)
+    assert ranks.chosen((), None, [recorded, job]) is job and ranks.chosen((), None, [recorded]) is recorded
+    with pytest.raises(DistdiagError, match="3 jobs") as e:
+        ranks.chosen((), None, here(monkeypatch, a_recorded_rank(), other, third))
+    assert e.value.hint.count("recorded") == 1
+
+
+def test_a_recorded_job_is_left_to_diagnose(monkeypatch: pytest.MonkeyPatch) -> None:
+    (job,) = here(monkeypatch, a_recorded_rank())
     with pytest.raises(DistdiagError, match="recorded") as e:
         verdict.attach(job)
     assert e.value.hint == "distdiag diagnose '/runs/a b'"

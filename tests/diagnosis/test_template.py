@@ -13,7 +13,7 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.text.finding import finding_lines, in_the_past
-from distdiag.diagnosis.text.template import Template, filled
+from distdiag.diagnosis.text.template import Template, callers_once, filled
 
 SITE = Site("/job/train.py", 88, "evaluate")
 
@@ -91,3 +91,10 @@ def test_after_the_end_nothing_is_advised_that_needs_a_running_job() -> None:
     grows = "host memory of rank 0 grows by 1.0 MiB per step (9.5 MiB a minute), 2.0 GiB at step 40, full in 2 hours at this rate; it may be"
     grew = in_the_past(Finding(kind="memory", message=grows)).message
     assert grew == "host memory of rank 0 grew by 1.0 MiB per step (9.5 MiB a minute), 2.0 GiB at step 40; it may be"
+
+
+def test_the_callers_of_a_line_are_named_once() -> None:
+    first = "rank 2 skipped all_gather (w2v.py:21, called at w2v.py:26, called at w2v.py:48)"
+    again = "; ranks 0, 1 are in all_gather at w2v.py:21 in gather (called at w2v.py:26 in forward, from w2v.py:48 in forward)"
+    other = "; rank 2 is in all_gather at w2v.py:21 in gather (called at w2v.py:30 in forward)"
+    assert callers_once(first + again + other) == first + again.partition(" (")[0] + other

@@ -15,6 +15,7 @@ import pytest
 
 from distdiag import cgroups
 from distdiag.diagnosis.model.findings import Report
+from distdiag.diagnosis.text.finding import last_seen_lines
 from distdiag.monitor import deaths
 from distdiag.monitor.autopsy import BEATS_S, autopsy
 from distdiag.page import directories
@@ -116,6 +117,14 @@ def test_every_rank_is_named_with_its_last_line_and_collective(run: Path) -> Non
         r.collective is not None and (r.collective.op, r.collective.seq) == ("all_reduce", 3) for r in found.last_seen
     )
     assert "by whom is not known" in (found.state_text or "")
+
+
+def test_the_last_collective_of_a_rank_is_the_one_that_its_group_counts(run: Path) -> None:
+    """Those that C++ makes are no recorded calls, as DDP's: the newest call of Python is older."""
+    reopened(run, 0).page.groups[0].enqueued = 63
+    found = judged(run).last_seen
+    assert [(r.collective.op, r.collective.seq) for r in found if r.collective] == [("", 63), ("all_reduce", 3)]
+    assert "; last collective: #63 (default_pg)" in last_seen_lines(found)[0]
 
 
 @pytest.mark.parametrize(("since_s", "proved"), [(4.0, True), (2.1, False)])

@@ -567,3 +567,22 @@ def test_a_missing_dump_of_a_running_job_is_no_lost_rank(tmp_path: Path) -> None
     report = diagnose_dumps(tmp_path)
     assert not errors(report) and report.state == "running"
     assert any("rank 1 left no dump: not given, or dead" in f.message for f in report.findings)
+
+
+def test_calls_that_differ_in_size_and_type_are_two_calls_and_no_missing_cast(tmp_path: Path) -> None:
+    """Rank 0 went on with the next epoch, the others save a checkpoint; how many steps each has made is in no dump."""
+    job = Job(4)
+    for _ in range(5):
+        job.collective(op="_all_gather_base", dtype="BFloat16", line=96)
+    job.collective(op="_all_gather_base", ranks=(0,), dtype="BFloat16", line=96)
+    job.now_ns -= 10_000_000
+    job.collective(op="_all_gather_base", ranks=(1, 2, 3), shape=(4000,), line=57)
+    write(tmp_path, job)
+    f = only(diagnose_dumps(tmp_path))
+    assert summary(f) == ("mismatch", "dtype", (0,)) and "in as many steps" not in f.message
+    assert "rank 0 is in all_gather_into_tensor of 1,024 bfloat16 at train.py:96 in step" in f.message
+    assert "of 4,000 float32 at train.py:57" in f.message
+    assert (
+        f.advice.startswith("find what let rank 0 reach all_gather_into_tensor at train.py:96")
+        and "cast" not in f.advice
+    )

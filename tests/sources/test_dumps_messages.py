@@ -13,9 +13,9 @@ from tests.sources.test_dumps import only, summary
 MICRO = 3
 
 
-def issue(job: Job, rank: int, op: str, done: bool, line: int) -> None:
+def issue(job: Job, rank: int, op: str, done: bool, line: int, shape: tuple[int, ...] = (1024,)) -> None:
     job.now_ns += 1_000_000
-    job.issue(rank, op, "0", done, line=line)
+    job.issue(rank, op, "0", done, shape, line=line)
 
 
 def step(job: Job, left_out: bool = False) -> None:
@@ -138,3 +138,55 @@ def test_a_rank_that_stopped_before_its_batch_has_left_out_nothing(tmp_path: Pat
         exchange(job, rank, peers, done=False)
     write(tmp_path, job)
     assert summary(only(diagnose_dumps(tmp_path))) == ("stall", "unknown", (1,))
+
+
+@pytest.mark.parametrize("lost", [0, 5])
+def test_a_send_that_completed_shorter_than_its_recv_is_a_mismatch(tmp_path: Path, lost: int) -> None:
+    """Its ring has lost the first messages, or not; what waits behind it accuses nobody."""
+    job = Job(3)
+    for _ in range(4):
+        step(job)
+    issue(job, 0, "send 0->1", True, 50, (3072,))
+    issue(job, 1, "recv 1<-0", False, 51)
+    job.ranks[1].entries[-1]["time_discovered_started_ns"] = job.now_ns
+    job.ranks[1].entries[-1]["state"] = "started"
+    issue(job, 0, "recv 0<-1", False, 63)
+    issue(job, 1, "send 1->2", False, 52)
+    issue(job, 2, "recv 2<-1", False, 53)
+    for ring in job.ranks[:2]:
+        del ring.entries[:lost]
+    write(tmp_path, job)
+    f = only(diagnose_dumps(tmp_path))
+    assert summary(f) == ("mismatch", "shape", ()) and f.victims == (0, 1, 2)
+    assert (
+        "rank 0 sends 3,072 elements at train.py:50 in step to rank 1, which receives 1,024 at train.py:51" in f.message
+    )
+    assert "the recv has not completed" in f.message and "send the length" in f.advice
+
+
+def test_an_older_dump_of_the_sender_shows_no_length_that_differs(tmp_path: Path) -> None:
+    """Lengths vary; the receiver was dumped three messages later, and its next recv waits."""
+    job = Job(3)
+    for length in (7, 8, 7, 9, 7, 7):
+        for rank, op in ((0, "send 0->1"), (1, "recv 1<-0")):
+            issue(job, rank, op, True, 50, (length,))
+    issue(job, 1, "recv 1<-0", False, 51, (8,))
+    del job.ranks[0].entries[4:], job.ranks[0].entries[:2], job.ranks[1].entries[:1]
+    write(tmp_path, job)
+    assert not [f for f in diagnose_dumps(tmp_path).findings if f.kind == "mismatch"]
+
+
+def test_a_recv_behind_another_has_been_issued(tmp_path: Path) -> None:
+    """Ranks 0 and 1 wait for each other; rank 1's recv from rank 2 is queued behind that."""
+    job = Job(3)
+    step(job)
+    for rank, op, begun in ((0, "recv 0<-1", 1), (1, "recv 1<-0", 1), (1, "recv 1<-2", 0), (2, "send 2->1", 1)):
+        issue(job, rank, op, False, 51)
+        if begun:
+            job.ranks[rank].entries[-1] |= {"state": "started", "time_discovered_started_ns": job.now_ns}
+    for ring in job.ranks:
+        del ring.entries[0]
+    write(tmp_path, job)
+    f = only(diagnose_dumps(tmp_path))
+    assert "rank 1 has issued the recv that matches rank 2's send (default_pg) but not begun it" in f.message
+    assert "rank 0 has not entered the other end of another message" in f.message

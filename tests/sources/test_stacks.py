@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from distdiag.cli.diagnose import command
 from distdiag.diagnosis.model.findings import Certainty, Severity, State
+from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.stacks.calls import position
 from distdiag.sources.stacks.files import diagnose_stacks
 from distdiag.sources.stacks.frames import Frame, Process, Stack
@@ -603,6 +604,49 @@ def test_a_thread_waits_for_what_the_library_around_its_lock_needs(tmp_path: Pat
     assert report is not None
     (finding,) = report.findings
     assert "waits for its data loader" in finding.message and "workers" in finding.advice
+
+
+def test_a_wait_for_a_queue_names_the_thread_that_fills_it(tmp_path: Path) -> None:
+    """Queue.get waits in a Condition; a thread that waits for a queue, too, is not the one."""
+    main = 'Process {0}: x\nThread {0} (idle): "MainThread"\n'
+    backward = "    _engine_run_backward (torch/autograd/graph.py:979)\n    step (train.py:36)\n"
+    get = "    Condition.wait (threading.py:327)\n    Queue.get (queue.py:171)\n    __next__ (buffered.py:58)\n"
+    put = get.replace("get", "put").replace("58", "42")
+    read = "    exact (buffered.py:18)\n    run (buffered.py:41)\n    _bootstrap_inner (threading.py:1045)\n"
+    threads = f'Thread 8 (idle): "filler"\n{read}Thread 9 (idle): "writer"\n{put}'
+    text = main.format(70) + backward + main.format(71) + backward + main.format(72) + get
+    for more, named in ((threads, True), (threads + threads, False)):  # of two, which one fills it is not known
+        report = diagnose_stacks([str(write(tmp_path, all=text + more))])
+        assert report is not None
+        (f,) = report.findings
+        assert f.culprits == (2,) and "it waits on a queue at buffered.py:58 in __next__" in f.message
+        assert ("and its thread filler is at buffered.py:18 in exact" in f.message) is named
+        assert ("timeout" if named else "fill or drain that queue") in f.advice and "lock" not in f.advice
+
+
+def test_the_call_that_leads_one_rank_into_its_operation_is_named() -> None:
+    """Each rank's operation is in a function of its own; their callers part in `main`."""
+
+    def inside(op: str, function: str, line: int) -> Seen:
+        users = (frame(function, "/home/me/engine.py", 28), frame("main", "/home/me/train.py", line))
+        return Seen(position=position(at(frame(op, C10D), *users)))
+
+    (f,) = findings(
+        {0: inside("barrier", "save_state", 57)} | {r: inside("all_reduce", "train_epoch", 55) for r in (1, 2, 3)}
+    )
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "op", (0,))
+    assert "; rank 0 came there by the call at train.py:57 in main" in f.message
+    assert f.advice.startswith("see the call at train.py:57 in main that leads rank 0 to barrier")
+
+
+def test_a_worker_that_waits_for_a_lock_may_have_been_forked_with_it() -> None:
+    loader = frame("_try_get_data", f"{LIBRARY}/utils/data/dataloader.py")
+    waits = Seen(position=position(at(loader, USER)), workers=(Site("/home/me/cache.py", 3, "get"),))
+    job = {0: seen(10, "all_reduce"), 1: waits}
+    (f,) = findings(job, lambda path: "\n\nwith self.lock:\n" if path.endswith("cache.py") else None)
+    assert "and its worker waits for a lock at cache.py:3 in get" in f.message and "forkserver" in f.advice
+    (f,) = findings(job)
+    assert "and its worker is at cache.py:3 in get" in f.message and "distdiag dump" not in f.advice
 
 
 def test_stacks_in_a_file_of_errors_of_a_torch_built_in_its_sources(tmp_path: Path) -> None:

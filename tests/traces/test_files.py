@@ -13,6 +13,7 @@ import pytest
 from distdiag.cli import main
 from distdiag.traces import text
 from distdiag.traces.files import diagnose, find
+from distdiag.traces.verdict import _by_chance
 from tests.jobs import REPOSITORY
 from tests.traces.test_traces import BASE_NS, op
 
@@ -504,3 +505,58 @@ def test_a_trace_of_torch_profiler_is_read(tmp_path: Path) -> None:
     assert 0 < r.compute_ms <= r.step_ms
     assert {"aten::mm", "aten::relu"} <= {o.name for o in r.operators}
     assert (r.wait_ms, found.verdict) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("led", "steps", "ranks", "chance"), [(5, 6, 2, True), (9, 10, 2, False), (5, 6, 8, False), (2, 2, 2, False)]
+)
+def test_of_two_ranks_one_comes_last_in_most_of_few_steps_by_chance(
+    led: int, steps: int, ranks: int, chance: bool
+) -> None:
+    assert _by_chance(led, steps, ranks) is chance
+
+
+def test_the_function_in_which_a_late_rank_loads_its_data_is_named(tmp_path: Path) -> None:
+    """By with_stack=True: the innermost one of the user's that takes longer there, not what calls it, nor a package's."""
+    for rank in range(3):
+        path = write_rank(tmp_path, rank, late_us=300.0 * (rank == 1))
+        events, slow = change(path), 300.0 if rank == 1 else 20.0
+        for e in [e for e in events if e["name"] == "gemm" or e["name"].startswith("ProfilerStep")]:
+            if e["name"] == "gemm":
+                e["ts"], e["dur"] = e["ts"] + slow, 300.0
+                continue
+            events.append(
+                op("enumerate(DataLoader)#_SingleProcessDataLoaderIter", e["ts"], e["ts"] + slow, cat="user_annotation")
+            )
+            for name, less in (
+                ("asr.py(98): main", -650.0),
+                ("asr.py(57): get", 1.0),
+                ("asr.py(27): read", 9.0),
+                ("numpy/io.py(3): load", 10.0),
+            ):
+                events.append(op(name, e["ts"], e["ts"] + slow - less, cat="python_function"))
+        change(path, traceEvents=events)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict is not None and found.verdict.endswith("0.29 ms of it in asr.py:27 read")
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+def test_backwards_that_each_reduce_are_advised_no_sync_first(tmp_path: Path, forwards: int) -> None:
+    for rank in range(3):
+        path = write_rank(tmp_path, rank)
+        events = change(path)
+        for e in [e for e in events if e["name"].startswith(("nccl", "ProfilerStep"))]:
+            if e["name"].startswith("nccl"):
+                half = e["dur"] / 2
+                events.append(
+                    e | {"ts": e["ts"] + half, "dur": half, "args": e["args"] | {"Seq": e["args"]["Seq"] + 100}}
+                )
+                e["dur"] = half
+            else:
+                events += [
+                    op("DistributedDataParallel.forward", e["ts"] + n, e["ts"] + n + 1, cat="user_annotation")
+                    for n in range(forwards)
+                ]
+        change(path, traceEvents=events)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.advice is not None and found.advice.startswith("a step has 2 forwards of DDP") is (forwards == 2)

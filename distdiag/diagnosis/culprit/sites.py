@@ -155,9 +155,14 @@ def visits_differ(case: Case) -> Testimony | None:
 
 
 def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the one site that this rank used more often in as many steps than the others, which agree."""
+    """Return the one site that this rank used more often in as many steps than the others, which agree. Dumps hold no steps."""
     states = [case.states[q] for q in case.compared if q not in ranks and q in case.states]
-    if len(ranks) != 1 or not states or len({st.step for st in states} | {case.states[ranks[0]].step}) != 1:
+    if (
+        case.snapshot.source == "dumps"
+        or len(ranks) != 1
+        or not states
+        or len({st.step for st in states} | {case.states[ranks[0]].step}) != 1
+    ):
         return None
     mine = _until_now(case, case.states[ranks[0]])
     theirs = {site: {_until_now(case, st).get(site, 0) for st in states} for site in mine}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -397,10 +397,15 @@ def _open_advice(r: RankState, opened: Open) -> str:
     return filled(wording.DO_OPEN, call=opened.call, ranks=opened.missing, why=why)
 
 
+def locked(workers: Iterable[Site | None], source: Source) -> bool:
+    """True if a worker of a data loader is at a line that takes a lock, and not a file's."""
+    lines = (line_at(site, source) for site in workers)
+    return any(by_line(line, idle=True) == "lock" and not _FILE_LOCK.search(line) for line in lines)
+
+
 def _of_loader(facts: Facts, r: RankState, workers: Sequence[Where]) -> str:
     """Return the row of `wording.DO` for a rank that waits for its data loader."""
-    lines = (line_at(Site(w.file, w.line or 0), facts.source) for w in workers if w.file)
-    if any(by_line(line, idle=True) == "lock" and not _FILE_LOCK.search(line) for line in lines):
+    if locked(r.workers, facts.source):
         return "worker's lock"
     own = [x.workers for x in r.loaders if x.in_training or x.site in r.user_stack]
     return "workers" if workers else "loads itself" if own and not any(own) else "data"

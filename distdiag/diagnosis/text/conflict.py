@@ -11,7 +11,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.incident import group_text, implicit_text, number_text, verb
-from distdiag.diagnosis.text.phrases import at, both_sites
+from distdiag.diagnosis.text.phrases import at, both_sites, site_text
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait
@@ -50,6 +50,8 @@ _ADVICE = {
     "each rank has there",
     "root": "pass the same src/dst on all ranks: compare {both}; if each rank chooses it by its own values, let one rank choose and "
     "broadcast its choice",
+    "led": "see the call{led} that leads {first} to {a}: if only {first} {first:makes|make} it, as under `if rank == 0`, let all ranks make it, or "
+    "none; {second} {second:is|are} at {both}",
     "op": "make all ranks call the same operation: compare {both}, and find what leads {first} to the one and {second} to the other",
 }
 
@@ -68,7 +70,10 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     number, group = number_text(snapshot, wait), group_text(snapshot, wait.group)
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     end += " on all ranks" if any(_left(snapshot, wait, side) for side in wait.sides) else ""
-    reason = evidence.reason_text(verdict)
+    led = _led(verdict) if culprits else None
+    reason = f"; {rank_list(sides[0])} came there by the call{at(led)}" * (led is not None) + evidence.reason_text(
+        verdict
+    )
     threads = _threads(wait)
     if threads:
         who = rank_list(threads) if culprits else "each rank"
@@ -110,22 +115,39 @@ def advice(verdict: Verdict) -> str:
         saves = _saved_at(verdict, next(call for call in wait.calls.values() if call.other_thread))
         return filled(_SAVES_ADVICE, site=saves) if saves else THREADS_ADVICE if verdict.culprits else _OWN_GROUP
     row = cause if cause in _ADVICE else "op"
+    other_call = apart and cause == "dtype" and compatible.elements(a) != compatible.elements(b)
     if wait.p2p and cause == "shape":
         row = "message"
     elif (cause not in ("dtype", "root") or apart) and (advised := evidence.advice(verdict)):
         return advised
+    elif other_call:  # no cast would make it the same
+        row = "missing_rank"
     elif cause == "shape" and verdict.culprits and apart:
         row = "way"
     elif cause == "shape" and a.site is not None and not apart and a.site.function == "forward":
         row = "activations"
     elif cause == "shape" and compatible.op_name(a.op).startswith(("all_gather", "gather")):
         row = "gather"
+    led = _led(verdict) if row == "op" and verdict.culprits else None
+    if led is not None:
+        row, both = "led", site_text(b.site) if b.site else "another call"
     mine, theirs = (compatible.dtype_name(call.dtype) for call in (a, b))
     return filled(
         _ADVICE[row], both=both, first=first, second=second, theirs=theirs,
-        either="" if verdict.culprits else f", or on {rank_list(second)} to {mine}",
+        led=led, either="" if verdict.culprits else f", or on {rank_list(second)} to {mine}",
         a=f"{compatible.op_name(a.op)}{at(a.site)}", b=f"{compatible.op_name(b.op)}{at(b.site)}",
     )  # fmt: skip
+
+
+def _led(verdict: Verdict) -> Site | None:
+    """Return the culprits' line in the innermost function that both sides are in, if their call is made further inside. Of stacks only:
+    where calls are counted, a call has its callers."""
+    first, second = (verdict.case.states[min(side)].user_stack[::-1] for side in _sides(verdict)[:2])
+    for mine, theirs in zip(first, second, strict=False):
+        if mine != theirs:
+            shared = (mine.file, mine.function) == (theirs.file, theirs.function)
+            return mine if shared and mine != first[-1] and verdict.case.snapshot.source == "stacks" else None
+    return None
 
 
 def _sides(verdict: Verdict) -> list[frozenset[int]]:
@@ -176,10 +198,11 @@ def _side_text(verdict: Verdict, snapshot: Snapshot, side: Collection[int], caus
     call = verdict.wait.calls[min(side)]
     op = compatible.op_name(call.op)
     n, dtype = compatible.elements(call), compatible.dtype_name(call.dtype)
+    sizes = {compatible.elements(one) for one in verdict.wait.calls.values()}
     what = {
         "op": op,
         "root": f"{op} with root {call.root}",
-        "dtype": f"{op} of {dtype}",
+        "dtype": f"{op} of {f'{n:,} {dtype}' if n is not None and len(sizes) > 1 else dtype}",
         "shape": f"{op} of {counted(n, 'element')}" if n is not None else op,
     }[cause]
     if call.other_thread:

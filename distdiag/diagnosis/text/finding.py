@@ -18,7 +18,7 @@ GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
 SHOWN_SITES = 4
 LONG = 120  # characters of a message that are read at a glance
 LAST_SEEN = 16
-_NOW = ("`distdiag dump` saves", "this is cleared if")  # advice that only a running job can follow
+_NOW = ("`distdiag dump`", "this is cleared if")  # advice that needs the monitor of a running job
 # in the cost, or in the message: what is no longer so after the end
 _PAST = (
     (re.compile(r"(?<=ranks )wait$"), "waited"), (re.compile(r"(?<=[a-z0-9] )grows by "), "grew by "), (re.compile(r", full (?:with)?in [^;]+ at this rate"), ""),
@@ -57,8 +57,12 @@ def in_the_past(f: Finding) -> Finding:
     message, cost = f.message, NO_PROGRESS_MADE if f.cost == NO_PROGRESS else f.cost
     for now, past in _PAST:
         message, cost = now.sub(past, message), now.sub(past, cost)
-    do = "; ".join(x for x in f.advice.split("; ") if not x.startswith(_NOW)) or f.advice
-    return msgspec.structs.replace(f, message=message, cost=cost, advice=do)
+    return msgspec.structs.replace(f, message=message, cost=cost, advice=without_monitor(f.advice))
+
+
+def without_monitor(advice: str) -> str:
+    """Return advice without what only the monitor of a running job can follow; as it is if there is nothing else."""
+    return "; ".join(x for x in advice.split("; ") if not x.startswith(_NOW)) or advice
 
 
 def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
@@ -114,9 +118,8 @@ def _last_seen(r: LastSeen) -> str:
     call = ""
     if r.collective is not None:
         number = f" #{r.collective.seq:,}" if r.collective.seq is not None else ""
-        name = f"{r.collective.op or 'a collective'}{number}" + (
-            f" ({r.collective.group})" if r.collective.group else ""
-        )
+        op = r.collective.op or ("a collective" if r.waits or not number else "")
+        name = f"{op}{number}".lstrip() + (f" ({r.collective.group})" if r.collective.group else "")
         lasted = f" for {rough_duration(r.t_s - r.since_s)}" if r.t_s is not None and r.since_s is not None else ""
         call = f", waiting in {name}{lasted}" if r.waits else f"; last collective: {name}"
     state = "" if r.waits or not r.state else f" ({r.state.replace('_', ' ')})"

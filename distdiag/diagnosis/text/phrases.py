@@ -96,10 +96,10 @@ def workers_of(states: Mapping[int, RankState], ranks: Iterable[int]) -> tuple[W
     return tuple(where(states[q], "data_worker", w) for q in ranks for w in dict.fromkeys(states[q].workers) if w)
 
 
-def worker_text(r: RankState) -> str:
+def worker_text(r: RankState, does: str = "is") -> str:
     """Return `, and its worker is at data.py:14 in read`: the first worker of its data loader that is in a line of the user's."""
     worker = next((w for w in r.workers if w is not None), None)
-    return f", and {'one of its workers' if len(r.workers) > 1 else 'its worker'} is{at(worker)}" if worker else ""
+    return f", and {'one of its workers' if len(r.workers) > 1 else 'its worker'} {does}{at(worker)}" if worker else ""
 
 
 def waited_for_worker(r: RankState) -> str:

@@ -15,6 +15,7 @@ place. `{name}` is filled with a fact, by its type:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from string import Formatter
@@ -26,6 +27,8 @@ from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.text.phrases import at, op_text, reference
 from distdiag.terms.units import percent, rough_duration, size_text
 
+_LINE = re.compile(r"[^\s(),;`]+:\d+")
+_CALLERS = re.compile(r" \(called at [^()]+\)")
 _UNITS = {"share": percent, "size": lambda n: size_text(int(n)), "time": rough_duration}
 
 
@@ -58,6 +61,17 @@ _WORDS = _Words()
 def filled(template: str, **facts: object) -> str:
     """Return a template with its facts; the module's docstring has the fields. KeyError: a fact is missing."""
     return _WORDS.vformat(template, (), facts)
+
+
+def callers_once(message: str) -> str:
+    """Return a message that names the callers of a line once: without those of a call whose line and callers were named before."""
+    for found in reversed(list(_CALLERS.finditer(message))):
+        callers = [m.group() for m in _LINE.finditer(found.group())]
+        before = [m.group() for m in _LINE.finditer(message[: found.start()])]
+        chain = before[-1:] + callers
+        if any(before[i : i + len(chain)] == chain for i in range(len(before) - 1)):
+            message = message[: found.start()] + message[found.end() :]
+    return message
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +131,6 @@ class Template:
             kind=self.kind.name, cause=cause or self.cause, severity=severity or self.severity or self.kind.severities[-1],
             certainty=Certainty.PROVED if certain else Certainty.SUSPECTED, culprits=culprits, victims=victims,
             collective=collective, where=where, waiting=tuple(waiting), names=tuple(names), step=step,
-            first_seen_s=first_seen_s, message=message, cost=cost, advice=advice, evidence=tuple(evidence),
+            first_seen_s=first_seen_s, message=callers_once(message), cost=cost, advice=advice, evidence=tuple(evidence),
             collective_completed=completed,
         )  # fmt: skip

@@ -180,6 +180,10 @@ class Findings:
         here, elsewhere, theirs = self._due()
         if blame.behind == culprits:
             lack = "{culprits} {culprits:has|have} issued {what} but not begun it" + self._queued()
+        elif (
+            here and elsewhere and main is not None and main.missing.isdisjoint(here)
+        ):  # queued behind what it waits in
+            lack = "{here} {here:has|have} issued {what} but not begun it, and {elsewhere} {elsewhere:has|have} not entered {theirs}"
         elif here and elsewhere:
             lack = "{here} {here:has|have} not entered {what}, nor {elsewhere} {theirs}"
         else:

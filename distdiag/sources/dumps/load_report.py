@@ -28,6 +28,8 @@ class LoadReport:
     without_group: dict[str, tuple[int, ...]] = field(default_factory=dict)
     other_runs: dict[int, str] = field(default_factory=dict)  # ranks whose only dump is of another run: how that shows
     unmet: dict[int, list[Call]] = field(default_factory=dict)  # in flight, and the peer has issued later messages
+    # (send, recv) of different lengths with an end in flight, by sender and receiver
+    unequal: dict[tuple[int, int], tuple[Call, Call]] = field(default_factory=dict)
     batched: frozenset[str] = (
         frozenset()
     )  # groups with batches: their messages run together, in one queue with collectives

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -11,19 +13,39 @@ from distdiag.diagnosis.waits.messages import OPPOSITE
 from distdiag.sources.dumps.entries import Entry
 from distdiag.sources.dumps.scan import Scan
 
-# by (rank, peer, direction): (number, True if it is not known to wait, entry, its file)
-Pairs = dict[tuple[int, int, str], list[tuple[int, bool, Entry, Scan]]]
+# (number, True if it is not known to wait, entry, its file), and those by (rank, peer, direction)
+End = tuple[int, bool, Entry, Scan]
+Pairs = dict[tuple[int, int, str], list[End]]
+SHIFTS = 64  # ways to pair the two ends of a stream of messages that are tried
 MOSTLY = 0.9  # share of the messages that both ends must have numbered; a few may lack the other end
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """The messages of a job.
+
+    Attributes:
+        calls: By rank: sends and receives in flight, after the completed ones if a history is wanted.
+        issued: By rank: how many it has issued, as `RankState.p2p_issued`.
+        unmet: By rank: messages in flight that the other end has skipped.
+        unequal: (send, recv) of different lengths, of which at least one is in flight, by sender and receiver.
+    """
+
+    calls: dict[int, list[Call]]
+    issued: dict[int, dict[str, int]]
+    unmet: dict[int, list[Call]]
+    unequal: dict[tuple[int, int], tuple[Call, Call]]
 
 
 def match(
     messages: dict[int, list[tuple[str, Entry, Scan]]], members: dict[str, tuple[int, ...]], t0_ns: int, history: bool
-) -> tuple[dict[int, list[Call]], dict[int, dict[str, int]], dict[int, list[Call]]]:
-    """Return (sends and receives in flight, how many each rank has issued, messages in flight that the other end has skipped).
+) -> Matched:
+    """Return the messages of all ranks.
 
     Numbers are equal at both ends of a message. With `history`, completed messages come before those in flight.
     """
     unmet: dict[int, list[Call]] = {}
+    unequal: dict[tuple[int, int], tuple[Call, Call]] = {}
     blocking: dict[int, bool] = {}  # by rank: True if all its messages in flight are blocking
     calls: dict[int, list[Call]] = {r: [] for r in messages}
     before: dict[int, list[Call]] = {r: [] for r in messages}
@@ -60,11 +82,58 @@ def match(
                     if seq in passed.get((rank, peer, direction), ()):
                         unmet.setdefault(rank, []).append(call)
             counts[rank][f"{direction}:{peer}:0:{key}"] = number
+            recvs = by_pair.get((peer, rank, "recv")) if direction == "send" else None
+            if recvs and (ends := _unequal(es, recvs, equal, whole)) is not None:
+                send, recv = (source.call(e, t0_ns) for _, _, e, source in ends)
+                unequal[rank, peer] = replace(send, op="send", peer=peer), replace(recv, op="recv", peer=rank)
     for rank, mine in calls.items():
         if blocking.get(rank) and len(mine) > 1 and all(c.started is None and c.entered_s is not None for c in mine):
             first = min(mine, key=lambda c: c.entered_s or 0.0)
             calls[rank] = [replace(c, started=c is first) for c in mine]
-    return {r: [*before[r], *mine] for r, mine in calls.items()}, counts, unmet
+    return Matched({r: [*before[r], *mine] for r, mine in calls.items()}, counts, unmet, unequal)
+
+
+def _unequal(sends: list[End], recvs: list[End], numbered: bool, whole: bool) -> tuple[End, End] | None:
+    """Return the first send and its recv that differ in their number of elements, with an end in flight; None if nothing proves it.
+
+    Messages of a pair match in order. Where the rings do not show which belong together, each way to pair them counts that their
+    states allow: of what is completed, the other end was issued, and a recv completes only with as many elements as were sent.
+    """
+    if any(e.retired_when_issued for _, _, e, _ in (*sends, *recvs)) or all(done for _, done, *_ in (*sends, *recvs)):
+        return None
+    if numbered:
+        common = {seq for seq, *_ in sends} & {seq for seq, *_ in recvs}
+        sends, recvs = ([end for end in ends if end[0] in common] for ends in (sends, recvs))
+    newest_sent, newest_received = (
+        max((i for i, (_, done, *_) in enumerate(ends) if done), default=-1) for ends in (sends, recvs)
+    )
+    shifts = range(newest_received + 1 - len(sends), len(recvs) - newest_sent)
+    if numbered or whole:
+        shifts = range(1 if not numbered or len(sends) == len(recvs) else 0)
+    if len(shifts) > SHIFTS:
+        return None
+    sent, received = ([_elements(e) for _, _, e, _ in ends] for ends in (sends, recvs))
+    found: set[tuple[int, int]] = set()
+    for shift in shifts:
+        pairs = [(i, i + shift) for i in range(len(sends)) if 0 <= i + shift < len(recvs)]
+        wrong = [(i, k) for i, k in pairs if None not in (sent[i], received[k]) and sent[i] != received[k]]
+        begun = ((i, k) for i, k in pairs if recvs[k][2].state == "started" and not recvs[k][1] and sends[i][1])
+        if any(recvs[k][1] for _, k in wrong) or any(sent[i] == received[k] for i, k in begun):
+            continue
+        if not wrong:
+            return None
+        found.add(wrong[0])
+    if len(found) != 1:
+        return None
+    ((i, k),) = found
+    before = {n for n, (_, done, *_) in zip(received, recvs, strict=True) if done}
+    # with a length that was received before, an older dump of the sender looks the same
+    return None if not (numbered or whole) and sent[i] in before else (sends[i], recvs[k])
+
+
+def _elements(e: Entry) -> int | None:
+    shape = e.tensor()[0]
+    return None if shape is None else math.prod(shape)
 
 
 def _blocking(e: Entry) -> bool:

@@ -74,13 +74,14 @@ class SnapshotBuilder(Groups):
         looks_back = bool(floor) and few
         before = CALLS_BEFORE if looks_back else late_ranks.BEFORE
         since = {group: seq - before for group, seq in floor.items()}
-        open_messages, issued_messages, self.report.unmet = match(self.messages, self.in_order, self.t0_ns, few)
+        matched = match(self.messages, self.in_order, self.t0_ns, few)
+        self.report.unmet, self.report.unequal = matched.unmet, matched.unequal
         ranks = {}
         for rank in range(self.world_size):
             if rank not in self.chosen:
                 ranks[rank] = RankState(rank=rank, life=Life.MISSING, activity="unknown")
                 continue
-            positions, calls = self.positions[rank], (*self._calls(rank, since), *open_messages[rank])
+            positions, calls = self.positions[rank], (*self._calls(rank, since), *matched.calls[rank])
             sites, visits = self._sites(rank) if looks_back else ({}, Visits())
             newest = self._newest(rank)
             ranks[rank] = RankState(
@@ -91,7 +92,7 @@ class SnapshotBuilder(Groups):
                 enqueued={g: n for g, (n, _) in positions.items()},
                 completed={g: n for g, (_, n) in positions.items()},
                 calls=tuple(sorted(calls, key=lambda c: c.entered_s or 0.0)),
-                p2p_issued=issued_messages[rank],
+                p2p_issued=matched.issued[rank],
                 sites=sites,
                 visits=visits.known(),
             )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import message_counts
 from distdiag.diagnosis.culprit.case import Case
@@ -108,23 +110,24 @@ def unmatched(findings: Findings) -> Finding | None:
     )  # fmt: skip
 
 
-def unequal(findings: Findings) -> Finding | None:
-    """Return the finding on a send and its recv of different lengths, each the oldest operation in flight of its rank."""
-    oldest = findings.blame.oldest
-    for rank, send in sorted(oldest.items()):
-        peer = send.peer if send.op == "send" else None
-        recv = oldest.get(peer) if peer is not None else None
-        if peer is None or recv is None or (recv.op, recv.peer, recv.group) != ("recv", rank, send.group):
-            continue
-        sent, received = compatible.elements(send), compatible.elements(recv)
-        if sent is None or received is None or sent == received:
-            continue
-        return UNEQUAL(
-            victims=sorted({*findings.blame.victims, *findings.blame.culprits, rank, peer}), where=findings.where((rank, peer)),
-            evidence=findings.evidence([rank]), rank=rank, peer=peer, sent=sent, received=received, here=send.site,
-            there=recv.site, group=group_label(findings.snapshot, send.group),
-        )  # fmt: skip
-    return None
+def unequal(findings: Findings, graph: WaitGraph) -> Finding | None:
+    """Return the finding on sends and their recvs of different lengths."""
+    found = findings.loaded.unequal
+    if not found:
+        return None
+    (rank, peer), (send, recv) = min(found.items())
+    others = [f"rank {a} to rank {b}" for a, b in sorted(found)[1:4]]
+    ends = sorted({q for pair in found for q in pair})
+    sites = {q: call.site for pair, calls in found.items() for q, call in zip(pair, calls, strict=True)}
+    stuck = sorted({*graph.of_rank, *findings.blame.victims, *findings.blame.culprits}.difference(ends))
+    open_ends = sum(call.completed_s is None for call in (send, recv))
+    return UNEQUAL(
+        victims=sorted({*ends, *stuck}), where=(where_at(q, sites[q], "waiting") for q in ends), waiting=(replace(w, state="waiting") for w in findings.where(stuck)),
+        evidence=findings.evidence(ends), rank=rank, peer=peer, sent=compatible.elements(send) or 0,
+        received=compatible.elements(recv) or 0, here=send.site, there=recv.site, group=group_label(findings.snapshot, send.group),
+        still="neither has completed" if open_ends > 1 else "the recv has not completed",
+        others=f"; likewise {', '.join(others)}" if others else "",
+    )  # fmt: skip
 
 
 LEFT_OUT = Template(kinds.DEADLOCK, "missing_rank", "{head}; {waits}{text}", NO_PROGRESS, "{advice}")
@@ -136,6 +139,6 @@ UNMATCHED = Template(kinds.DEADLOCK, "p2p_cycle",
     "no matching call for {calls} ({group}), and the other {n:end has|ends have} issued later messages", NO_PROGRESS,
     "compare peers and tags at both ends of these messages: what one rank sends, the other must receive")  # fmt: skip
 UNEQUAL = Template(kinds.MISMATCH, "shape",
-    "rank {rank} sends {sent:,} elements{here} to rank {peer}, which receives {received:,}{there} ({group}); neither has completed, "
-    "and each is the oldest operation of its rank", NO_PROGRESS,
-    "compare the tensors at both ends: sequence length, batch size, the last batch")  # fmt: skip
+    "rank {rank} sends {sent:,} elements{here} to rank {peer}, which receives {received:,}{there} ({group}); {still}{others}",
+    NO_PROGRESS, "compare the tensors at both ends (sequence length, batch size, the last batch): pad them to one length, or send the "
+    "length before them")  # fmt: skip

@@ -90,7 +90,7 @@ def _judge(
     findings = Findings(snapshot, loaded, blame)
     running = was_running(loaded, blame)
     if not found:
-        message = None if running else stuck_messages.unmatched(findings) or stuck_messages.unequal(findings)
+        message = None if running else stuck_messages.unmatched(findings) or stuck_messages.unequal(findings, graph)
         message = message or (None if running else findings.other_members(graph.stuck))
         if message is not None:
             found.append(message)

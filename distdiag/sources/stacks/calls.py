@@ -10,7 +10,7 @@ import msgspec
 from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.sources.logs.meanings import LOGS
-from distdiag.sources.stacks.frames import Frame, Stack
+from distdiag.sources.stacks.frames import Frame, Process, Stack
 from distdiag.terms.activity import by_frame, by_line, refined
 from distdiag.terms.operations import family, op_name
 from distdiag.terms.untrusted import visible
@@ -28,7 +28,9 @@ _NATIVE_STORE = re.compile(r"c10d::\w*Store")
 _NATIVE_DEVICE = re.compile(r"cuda(?:Stream|Event|Device)Synchronize|cu(?:Stream|Event|Ctx)Synchronize|hipStreamSync")
 _NATIVE_SLEEP = re.compile(r"clock_nanosleep|time_sleep|nanosleep")
 _DEVICE = ("cuda/__init__.py", "cuda/streams.py")  # whose `synchronize` waits for the device
-_GENERAL, _SPECIAL = ("lock", "queue", "socket"), ("data", "checkpoint", "worker")  # what a thread waits in, and for
+# what a thread waits in, and for; a queue is made of locks, or of a pipe
+_GENERAL, _SPECIAL = ("lock", "queue", "socket"), ("data", "checkpoint", "worker")
+_WAITS = ("lock", "queue")
 _NUMBER = re.compile(r"-?\d{1,9}")
 _GROUP = "ProcessGroup at 0x"
 _GROUPS = re.compile(r"ProcessGroup at 0x|DeviceMesh")  # in local variables
@@ -87,6 +89,30 @@ def position(stack: Stack, source: Source = no_source, still: bool = True) -> Po
     return Position(
         site=site, stack=sites, activity=_activity(stack, site, source, device), device=device, unsure=unsure
     )
+
+
+class Feeder(msgspec.Struct, frozen=True):
+    """The one other thread of a rank that may fill the queue in which its main thread waits.
+
+    Attributes:
+        name: As the process calls it; empty where not known.
+        activity: What it does, as in `Position`.
+    """
+
+    name: str
+    site: Site | None
+    activity: str
+
+
+def feeder(process: Process, where: Position, source: Source = no_source) -> Feeder | None:
+    """Return the thread that a rank's queue waits for: the only other one in the user's code that waits for no lock or queue."""
+    if where.activity != "queue":
+        return None
+    others = [
+        (t, position(t, source)) for t in process.threads if t is not process.judged and any(f.users for f in t.frames)
+    ]
+    busy = [(t, p) for t, p in others if p.call is None and p.activity not in _WAITS]
+    return Feeder(busy[0][0].name, busy[0][1].site, busy[0][1].activity) if len(busy) == 1 else None
 
 
 def _call(
@@ -178,7 +204,7 @@ def _activity(stack: Stack, site: Site | None, source: Source, device: bool) -> 
     words = [by_frame(f.raw_name) for f in inner]
     word = next(filter(None, words[:4]), None)
     if word in _GENERAL:  # the library that waits so shows what for
-        word = next((w for w in words if w in _SPECIAL), word)
+        word = next((w for w in words if w in _SPECIAL), "queue" if "queue" in words else word)
     if word is not None:
         return refined(word, " ".join((line, *(f.raw_name for f in inner))))
     if (idle and "sleep(" in line) or any(map(_NATIVE_SLEEP.search, native)):

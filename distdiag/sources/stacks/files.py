@@ -15,7 +15,7 @@ from distdiag.diagnosis.model.syntax import no_source
 from distdiag.errors import DistdiagError
 from distdiag.sources.dumps.files import find, likely
 from distdiag.sources.logs.files import ranks_of
-from distdiag.sources.stacks.calls import position
+from distdiag.sources.stacks.calls import feeder, position
 from distdiag.sources.stacks.frames import Process
 from distdiag.sources.stacks.read import NoStacks, from_json, from_text
 from distdiag.sources.stacks.verdict import Seen, report
@@ -84,9 +84,10 @@ def _judge(
 
 def _seen(samples: list[Process]) -> Seen:
     stack = samples[-1].judged
+    where = position(stack)
     lines = {tuple((f.file, f.function, f.line) for f in p.judged.frames) for p in samples}
     return Seen(
-        position=position(stack), pid=samples[-1].pid or None, moved=len(lines) > 1, once=len(samples) == 1,
+        position=where, feeder=feeder(samples[-1], where), pid=samples[-1].pid or None, moved=len(lines) > 1, once=len(samples) == 1,
         busy=stack.idle is False,
     )  # fmt: skip
 

@@ -11,14 +11,9 @@ import msgspec
 
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.terms.activity import by_frame
-from distdiag.terms.frames import PACKAGE, USER, in_recorder, in_torch, owner
+from distdiag.terms.frames import PACKAGE, USER, in_recorder, in_torch, owner, users
 
 _CONSOLE_SCRIPT = re.compile(r"(?:^|/)bin/[\w.-]+$")  # torchrun itself: no rank's code
-# py-spy leaves out the folder of installed packages: `tqdm/_monitor.py`
-_SHORT_PACKAGE = re.compile(
-    r"^(?:accelerate|composer|datasets|deepspeed|diffusers|fairscale|ignite|keras|lightning|lightning_fabric|mlflow|numpy|pandas|peft|"
-    r"pytorch_lightning|ray|sentry_sdk|tensorboardX?|timm|torchdata|torchvision|tqdm|transformers|trl|wandb)/"
-)
 # in which a thread waits for one that it started
 _FOR_A_THREAD = re.compile(
     r"^(?:threading\.(?:join|_wait_for_tstate_lock)|_base\.(?:result|wait|as_completed)|thread\.shutdown|pool\.\w+)$"
@@ -66,12 +61,12 @@ class Frame(msgspec.Struct, frozen=True):
     @property
     def packages(self) -> bool:
         """True if the file is an installed package's."""
-        return owner(self.file) == PACKAGE or _SHORT_PACKAGE.match(self.file) is not None
+        return owner(self.file) == PACKAGE or (owner(self.file) == USER and not users(self.file))
 
     @property
     def users(self) -> bool:
         """True if the file is neither Python's nor torch's nor an installed package's."""
-        return owner(self.file) == USER and not self.packages and not _CONSOLE_SCRIPT.search(self.file)
+        return users(self.file) and not _CONSOLE_SCRIPT.search(self.file)
 
 
 class Stack(msgspec.Struct, frozen=True):

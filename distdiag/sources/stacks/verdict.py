@@ -19,21 +19,26 @@ from distdiag.diagnosis.culprit.verdict import judge as judge_graph
 from distdiag.diagnosis.model.findings import Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, no_source
+from distdiag.diagnosis.rules.stall import locked
 from distdiag.diagnosis.text.conditions import diverge_text
+from distdiag.diagnosis.text.finding import without_monitor
 from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, op_text, where_stack, wheres, worker_text, workers_of
-from distdiag.diagnosis.text.template import Template
+from distdiag.diagnosis.text.stall import DO
+from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.waits.graph import WaitGraph, build
 from distdiag.sources.logs.meanings import LOG_ON_ALL
-from distdiag.sources.stacks.calls import DEFAULT_GROUP, UNKNOWN_GROUP, Position
+from distdiag.sources.stacks.calls import DEFAULT_GROUP, UNKNOWN_GROUP, Feeder, Position
 from distdiag.terms.activity import ACTIVITIES
 from distdiag.terms.ranks import by_value
+from distdiag.terms.untrusted import visible
 
 SETTLED_S = 60.0  # the snapshot counts as stable: what has not moved between two samples
 SHOWN = 4  # places in one message
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
-_DO = {a.word: a.do for a in ACTIVITIES if a.do}
+_DO = {a.word: without_monitor(a.do) for a in ACTIVITIES if a.do}
+_DO_FEED = "see what {what} waits for{site}: give its I/O a timeout, and let it put its error into the queue"
 _LOOK_FOR = "look for what they wait for at these lines: a lock, a key of a store, a file, another process"
 _LOOK = "check that line; if it is only slow, the others continue when it is done"
 _stall = partial(Template, kinds.STALL)
@@ -75,6 +80,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
         once: There was no earlier sample: whether it moves is not known.
         busy: It used its CPU between the samples, or computes; False where not known.
         open: Why it may yet move although it has not: `waited for a CPU for 4.1 of 6.0 s`; else empty.
+        feeder: The thread that may fill the queue in which it waits.
         workers: Where the workers of its data loader are, if it waits for them; None: in no line of the user's.
         life: RUNNING, STOPPED, or MISSING for a rank without a process where all should be.
     """
@@ -85,6 +91,7 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     once: bool = False
     busy: bool = False
     open: str = ""
+    feeder: Feeder | None = None
     workers: tuple[Site | None, ...] = ()
     life: Life = Life.RUNNING
 
@@ -201,6 +208,7 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             call = replace(call, group=UNKNOWN_GROUP)
         condition = _on_rank(first.user_stack, s.ranks[victims[0]].user_stack, source)
         word = first.activity
+        held, feeds = word == "data" and locked(first.workers, source), _feeds(seen[ranks[0]].feeder)
         op = op_text(_unnumbered(call))
         missing = f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op}{at(call.site)}"
         if call.p2p:
@@ -211,11 +219,20 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved else Severity.WARNING,
             culprits=ranks, victims=waiting, collective=_unnumbered(call) if call.op else None,
             where=(*(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), *workers_of(s.ranks, ranks)),
-            waiting=wheres(s, waiting), worker=worker_text(first),
+            waiting=wheres(s, waiting), worker=worker_text(first, _DOES["lock"] if held else "is") + feeds[0],
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
             does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
-            moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=_DO.get(word) or _LOOK,
+            moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=DO["worker's lock"] if held else feeds[1] or _DO.get(word) or _LOOK,
         )  # fmt: skip
+
+
+def _feeds(other: Feeder | None) -> tuple[str, str]:
+    """Return where the thread is that should fill the queue, and what to do; empty texts if none is known."""
+    if other is None or other.site is None:
+        return "", ""
+    what = f"its thread {visible(other.name)}" if other.name else "another of its threads"
+    does = "is" if other.activity == "user_code" else _DOES.get(other.activity, "is")
+    return f", and {what} {does}{at(other.site)}", filled(_DO_FEED, what=what.removeprefix("its "), site=other.site)
 
 
 def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[Finding]:
