@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis.culprit.case import Reason
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
@@ -23,7 +25,10 @@ THREADS_ADVICE = f"{_OWN_GROUP}, and make the same calls in a thread on every ra
 _ASYNC_SAVE = re.compile(
     r"(?<!def )\basync_save\s*\("
 )  # torch.distributed.checkpoint: it communicates in a thread of torch's
-_SAVES_ADVICE = 'give async_save{site} its own process group, which all ranks make once: `process_group=dist.new_group(backend="gloo")`'
+_SAVES_ADVICE = (
+    'give async_save{site} its own process group, which all ranks make once: `process_group=dist.new_group(backend="gloo")`; '
+    "or wait for its result before the next collective"
+)
 _SPLITS = (
     "{each} in {op} #{seq:,}{site} ({group}): it can never complete, as all ranks together send {sent:,} and "
     "expect {received:,}{reason}"
@@ -159,6 +164,14 @@ def _left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> list[int]:
 def _some_left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
     left = _left(snapshot, wait, side)
     return f" ({rank_list(left)} {verb(left, 'has', 'have')} completed it)" if 0 < len(left) < len(side) else ""
+
+
+def with_threads(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> dict[int, tuple[Wait, Call]]:
+    """Return the calls with the line that starts torch's own thread for those of that thread, which have no line of the script."""
+    return {
+        q: (wait, replace(call, site=_saved_at(verdict, call)) if call.other_thread and call.site is None else call)
+        for q, (wait, call) in calls.items()
+    }
 
 
 def _saved_at(verdict: Verdict, call: Call) -> Site | None:
