@@ -107,6 +107,27 @@ def setter_of(key: str, states: Iterable[RankState]) -> RankState | None:
     return similar[nearest.pop()] if len(nearest) == 1 else None
 
 
+def set_at(key: str, states: Iterable[RankState], source: Source) -> Site | None:
+    """Return the only line that sets a key of this form in a store, in the files of the ranks' frames; its prefix may be of a PrefixStore."""
+    found: set[Site] = set()
+    for file in sorted({site.file for r in states for site in r.user_stack}):
+        tree = tree_of(file, source)
+        calls = (x for x in ast.walk(tree) if isinstance(x, ast.Call)) if tree is not None else ()
+        for call in calls:
+            form = _form(call.args[0]) if call.args and syntax.name_of(call.func) in _SETS else ""
+            if tree is not None and form and re.fullmatch(f"(?:.*/)?{form}", key):
+                around = syntax.function(tree, call.lineno)
+                found.add(Site(file, call.lineno, around.name if around is not None else "<module>"))
+    return found.pop() if len(found) == 1 else None
+
+
+def _form(name: ast.expr) -> str:
+    """Return a pattern of the texts that a name of a key can have: `published/.+`; empty if nothing of it is constant."""
+    parts = name.values if isinstance(name, ast.JoinedStr) else [name]
+    texts = [x.value if isinstance(x, ast.Constant) and isinstance(x.value, str) else None for x in parts]
+    return "".join(".+" if text is None else re.escape(text) for text in texts) if any(texts) else ""
+
+
 def behind(states: Sequence[RankState]) -> tuple[RankState, RankState] | None:
     """Return (a rank that has left out a key, one that waits for it), if both wait, and others have set theirs of the same round."""
     for waiting in states:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import paths
-from distdiag.diagnosis.endings import UNUSED, Cascade, End
+from distdiag.diagnosis.endings import UNUSED, Cascade, End, unset_key
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.known_errors import known
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, at_least, rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import line_at
+from distdiag.diagnosis.polled import set_at
 from distdiag.diagnosis.text.phrases import at, shortened, site_text, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.delays import waiting_since
@@ -68,6 +69,8 @@ _DO = {
     "exit": "search the script for what exits with this code; started by `-m distdiag.run`, the verdict has its line",
     "chosen": "look for what ends the process with that code: os._exit({0}), or sys.exit({0}), in another thread, in what that line calls, or in a library",
     "only": "; only {0} failed there: see what is different on it (its batch, its files, its device)",
+    "key": "find why {0} did not run in time: a thread that an exception had ended (a Future keeps it until `result()` is called), "
+    "a branch that was not taken, a rank that was late; only for that one a longer timeout helps",
     "unused": "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
     "find_unused_parameters=True",
 }
@@ -131,6 +134,9 @@ def _lost(facts: Facts) -> Finding:
     ]
     grown = bool(of_memory) and (elsewhere or first.signal == signals.SIGKILL)
     condition += "; its memory had been growing" if grown else ""
+    if unset_key(first):
+        setter = _setter(facts, first)
+        condition += f"; nobody had set that key{f', as {site_text(setter)} does' if setter is not None else ''}"
     return (KILLED if killed else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
@@ -151,6 +157,9 @@ def _repair(facts: Facts, first: RankState, echoes: set[int], left: paths.Condit
     text, culprits, victims = first.exception or "", facts.cascade.ranks, facts.cascade.others
     if UNUSED.search(text):
         return _DO["unused"]
+    if unset_key(first):
+        setter = _setter(facts, first)
+        return _DO["key"].format(site_text(setter) if setter is not None else "what sets that key (search for its name)")
     if left is not None:
         together = ", and let all ranks leave together (all_reduce the decision)" if victims else ""
         return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"
@@ -166,6 +175,10 @@ def _repair(facts: Facts, first: RankState, echoes: set[int], left: paths.Condit
     else:
         do = _DO["exit"]
     return do + ("; the other ranks' errors follow from it" if echoes else "")
+
+
+def _setter(facts: Facts, first: RankState) -> Site | None:
+    return set_at(unset_key(first), facts.snapshot.ranks.values(), facts.source)
 
 
 def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:
