@@ -98,7 +98,9 @@ def test_where_calls_of_two_threads_have_met_the_later_difference_is_chance() ->
         return only(findings(waits.snapshot(*ranks), mismatch, source=source))
 
     f = found(early, late)
-    assert f.message.startswith("rank 0 has completed all_gather, in another thread (of torch, for async_save at train.py:1), rank 1")
+    assert f.message.startswith(
+        "rank 0 has completed all_gather, in another thread (of torch, for async_save at train.py:1), rank 1"
+    )
     assert "#9 of default_pg" in f.message and "two threads of each rank use this group" in f.message and not f.culprits
     assert "its own process group" in f.advice and [w.line for w in f.where] == [1, 2]
     # on both ranks the thread's call paired with the thread's

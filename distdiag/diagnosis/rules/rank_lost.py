@@ -159,7 +159,9 @@ def _repair(facts: Facts, first: RankState, echoes: set[int], left: paths.Condit
         return _DO["unused"]
     if unset_key(first):
         setter = _setter(facts, first)
-        return _DO["key"].format(site_text(setter) if setter is not None else "what sets that key (search for its name)")
+        return _DO["key"].format(
+            site_text(setter) if setter is not None else "what sets that key (search for its name)"
+        )
     if left is not None:
         together = ", and let all ranks leave together (all_reduce the decision)" if victims else ""
         return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"

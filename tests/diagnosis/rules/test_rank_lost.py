@@ -311,4 +311,6 @@ def test_a_script_that_waits_for_a_key_in_vain_is_the_first_failure() -> None:
     assert found(first_s=36.0).culprits == () != f.culprits
     assert found(calls=(of_torch,)).culprits == ()
     late = found(known=((0,), (1, 2)))
-    assert (late.kind, late.culprits) == ("timeout", (0,)) and late.message.startswith("a wait for a key of a store timed")
+    assert (late.kind, late.culprits) == ("timeout", (0,)) and late.message.startswith(
+        "a wait for a key of a store timed"
+    )
