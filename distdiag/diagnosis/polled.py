@@ -109,15 +109,9 @@ def setter_of(key: str, states: Iterable[RankState]) -> RankState | None:
 
 def set_at(key: str, states: Iterable[RankState], source: Source) -> Site | None:
     """Return the only line that sets a key of this form in a store, in the files of the ranks' frames; its prefix may be of a PrefixStore."""
-    found: set[Site] = set()
-    for file in sorted({site.file for r in states for site in r.user_stack}):
-        tree = tree_of(file, source)
-        calls = (x for x in ast.walk(tree) if isinstance(x, ast.Call)) if tree is not None else ()
-        for call in calls:
-            form = _form(call.args[0]) if call.args and syntax.name_of(call.func) in _SETS else ""
-            if tree is not None and form and re.fullmatch(f"(?:.*/)?{form}", key):
-                around = syntax.function(tree, call.lineno)
-                found.add(Site(file, call.lineno, around.name if around is not None else "<module>"))
+    calls = syntax.calls_in(sorted({site.file for r in states for site in r.user_stack}), source)
+    sets = ((_form(call.args[0]), site) for call, site in calls if call.args and syntax.name_of(call.func) in _SETS)
+    found = {site for form, site in sets if form and re.fullmatch(f"(?:.*/)?{form}", key)}
     return found.pop() if len(found) == 1 else None
 
 

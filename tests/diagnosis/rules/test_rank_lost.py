@@ -314,3 +314,20 @@ def test_a_script_that_waits_for_a_key_in_vain_is_the_first_failure() -> None:
     assert (late.kind, late.culprits) == ("timeout", (0,)) and late.message.startswith(
         "a wait for a key of a store timed"
     )
+
+
+def test_the_only_call_of_os_exit_with_the_code_of_a_rank_is_named() -> None:
+    site = Site("/job/fit.py", 5, "main")
+
+    def found(*calls: str) -> Finding:
+        text = "".join(f"def f{n}():\n    {x}\n" for n, x in enumerate(calls)) + "dist.barrier()\n"
+        at = Site(site.file, 2 * len(calls) + 1, "main")
+        lost = rank(1, life=Life.CRASHED, exit_code=3, ended_s=9.0, current_site=at, user_stack=(at,))
+        return only(ended(job(rank(0), lost), source={site.file: text}.get))
+
+    f = found("os._exit(3)")
+    assert f.message.endswith("last seen at fit.py:3 in main; fit.py:2 in f0 calls os._exit(3)")
+    assert f.advice.startswith("find why os._exit(3) at fit.py:2 in f0 ran: it ends the process from any thread")
+    for other in (("os._exit(3)", "os._exit(3)"), ("os._exit(code)",), ("os._exit(4)",), ("sys.exit(3)",)):
+        f = found(*other)
+        assert f.message.endswith(" in main") and "in another thread" in f.advice
