@@ -31,6 +31,7 @@ MODEL = re.compile(
 )
 SPLITS = re.compile(r"alltoall\w*\.cc.*LengthPerRank")  # gloo's check of what a rank sends to itself
 MISMATCH = re.compile(r"mismatch between collectives|collective mismatch|Detected mismatch", re.IGNORECASE)
+STORE_WAIT = re.compile(r"DistStoreError: wait timeout after [0-9]{1,12} ?ms, keys: ([^,\n]{1,400})")
 REFUSED = ("unused", "model", "mismatch")  # by DDP or the backend
 ECHOES = ("echo", "timeout", "outside")  # ends that another rank's end caused
 WATCHDOG_S = 5.0  # seconds that an operation was open on the device before the abort, at least: no timeout is shorter
@@ -287,6 +288,12 @@ def _in_call(state: RankState) -> bool:
     return state.ended_waiting or left or is_echo(state.caught or "")
 
 
+def unset_key(state: RankState) -> str:
+    """Return the first key that the script of a rank waited for in a store until it raised; empty if torch waited, in a call of its own."""
+    found = STORE_WAIT.search(state.exception or "")
+    return found[1].strip() if found is not None and last_wait(state) is None else ""
+
+
 def timed_out(snapshot: Snapshot, kinds: dict[int, str]) -> list[RankState]:
     """Return the ranks whose collective ran into its timeout, in order of time."""
     ranks = (snapshot.ranks[q] for q, k in kinds.items() if k == "timeout")
@@ -309,4 +316,7 @@ def _timeout(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Ca
     who = tuple(sorted(q for q in who if kinds.get(q) != "timeout"))
     if who:
         return Cascade(End.TIMEOUT, who, tuple(r.rank for r in victims))
+    first, dead = victims[0], (r for r in snapshot.ranks.values() if r.life in DEAD)
+    if unset_key(first) and all((r.ended_s or 0.0) >= (first.ended_s or 0.0) for r in dead):
+        return _lost(snapshot, [r for r in victims if unset_key(r)])
     return Cascade(End.UNCONNECTED, (), tried) if tried else NO_CASCADE

@@ -107,6 +107,21 @@ def setter_of(key: str, states: Iterable[RankState]) -> RankState | None:
     return similar[nearest.pop()] if len(nearest) == 1 else None
 
 
+def set_at(key: str, states: Iterable[RankState], source: Source) -> Site | None:
+    """Return the only line that sets a key of this form in a store, in the files of the ranks' frames; its prefix may be of a PrefixStore."""
+    calls = syntax.calls_in(sorted({site.file for r in states for site in r.user_stack}), source)
+    sets = ((_form(call.args[0]), site) for call, site in calls if call.args and syntax.name_of(call.func) in _SETS)
+    found = {site for form, site in sets if form and re.fullmatch(f"(?:.*/)?{form}", key)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _form(name: ast.expr) -> str:
+    """Return a pattern of the texts that a name of a key can have: `published/.+`; empty if nothing of it is constant."""
+    parts = name.values if isinstance(name, ast.JoinedStr) else [name]
+    texts = [x.value if isinstance(x, ast.Constant) and isinstance(x.value, str) else None for x in parts]
+    return "".join(".+" if text is None else re.escape(text) for text in texts) if any(texts) else ""
+
+
 def behind(states: Sequence[RankState]) -> tuple[RankState, RankState] | None:
     """Return (a rank that has left out a key, one that waits for it), if both wait, and others have set theirs of the same round."""
     for waiting in states:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from distdiag.diagnosis.culprit.witnesses import ORDER, Reason
 from distdiag.diagnosis.engine import Diagnosis
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
 from distdiag.diagnosis.rules import deadlock, mismatch
 from distdiag.diagnosis.waits.incidents import Root
@@ -73,3 +75,34 @@ def test_a_thread_without_a_line_of_the_script_may_be_that_of_an_asynchronous_ch
     f = only(findings(s, mismatch, source={step.file: f"{line}\nloss.backward()\n"}.get))
     assert ("gather, in another thread (of torch, for async_save at train.py:1)" in f.message) is known
     assert f.advice.startswith("give async_save at train.py:1 its own process group") is known
+
+
+def test_where_calls_of_two_threads_have_met_the_later_difference_is_chance() -> None:
+    """Rank 0's thread made its gather one call earlier: that paired with an all_gather, and the difference in kind came next."""
+    step = Site("/job/train.py", 2, "train")
+
+    def calls(*ops: str) -> tuple[Call, ...]:
+        return tuple(
+            Call(op=op, group="default_pg", seq=n, shape=(1,) if op == "all_gather" else (64,), completed_s=1.0, other_thread=op == "all_gather",
+                 site=None if op == "all_gather" else step)
+            for n, op in enumerate(ops, 8)
+        )  # fmt: skip
+
+    forward, backward = "all_gather_into_tensor", "reduce_scatter_tensor"
+    early, late = calls("barrier", "all_gather", forward), calls("barrier", forward, backward, "all_gather")
+    blocked = [msgspec.structs.replace(made[2], completed_s=None) for made in (early, late)]
+    source = {step.file: "job = dcp.async_save(state)\nloss.backward()\n"}.get
+
+    def found(*made: tuple[Call, ...]) -> Finding:
+        ranks = (waits.rank(q, blocked[q], user_stack=(step,), calls=made[q]) for q in (0, 1))
+        return only(findings(waits.snapshot(*ranks), mismatch, source=source))
+
+    f = found(early, late)
+    assert f.message.startswith(
+        "rank 0 has completed all_gather, in another thread (of torch, for async_save at train.py:1), rank 1"
+    )
+    assert "#9 of default_pg" in f.message and "two threads of each rank use this group" in f.message and not f.culprits
+    assert "its own process group" in f.advice and [w.line for w in f.where] == [1, 2]
+    # on both ranks the thread's call paired with the thread's
+    paired = [calls("barrier", "all_gather", op) for op in (forward, backward)]
+    assert "another thread" not in found(*paired).message

@@ -19,6 +19,7 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
 from distdiag.diagnosis.text.phrases import at, op_at
+from distdiag.diagnosis.waits import compatible
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
@@ -96,6 +97,49 @@ def groups_in_turn(case: Case) -> Testimony | None:
         text="; each has made this call with each of these groups before: they take the groups in a different order, or one leaves one out",
         advice=f"take the groups{at(site)} in the same order on all ranks: {LOOP_ADVICE}",
     )
+
+
+def message_later(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return that a rank of a cycle is in a collective before its end of a message, where both ends came first in each round before."""
+    collectives = {
+        r: w.calls[r] for w in case.incident.waits if not w.p2p for r in w.ranks if r in case.incident.members
+    }
+    for waiting, call in ((r, c) for w in case.incident.waits if w.p2p and not ranks for r, c in w.calls.items()):
+        made = collectives.get(-1 if call.peer is None else call.peer)
+        if made is None or call.peer is None or waiting not in case.states:
+            continue
+        mine = _rounds(case.states[call.peer], waiting, call.tag, made)
+        theirs = _rounds(case.states[waiting], call.peer, call.tag, made)
+        end, rounds = (
+            next((c for c in reversed(mine) if c.p2p), None),
+            min(sum(c.p2p for c in x) for x in (mine, theirs[:-1])),
+        )
+        turns = ([c.p2p for c in calls] for calls in (mine[:-1], theirs))
+        alternate = all(a != b for turn in turns for a, b in itertools.pairwise(turn))
+        if (
+            end is None
+            or rounds < ROUNDS
+            or not alternate
+            or [x[-1].p2p for x in (mine[-2:-1], mine, theirs)] != [False, False, True]
+        ):
+            continue
+        who, op = f"rank {call.peer}", compatible.op_name(made.op)
+        return Testimony(
+            text=f"; in each of the last {rounds:,} rounds {who} made {op_at(end)} and then a {op}, and in this one the {op} first",
+            advice=f"let {who} make that {op_at(end)} before the {op}, as in each round before: rank {waiting} makes the {op} only after its {call.op}",
+        )  # fmt: skip
+    return None
+
+
+def _rounds(state: RankState, peer: int, tag: int, made: Call) -> list[Call]:
+    """Return a rank's messages with a peer and its collectives of one kind, with the call that it is in."""
+    calls = [*state.calls, *([state.blocked] if state.blocked is not None and state.blocked not in state.calls else [])]
+    here = (state.blocked.group, state.blocked.seq, state.blocked.nth) if state.blocked is not None else None
+    at_end = next((i for i, c in enumerate(calls) if (c.group, c.seq, c.nth) == here), len(calls))
+    return [
+        c for c in calls[: at_end + 1]
+        if ((c.peer, c.tag) == (peer, tag) if c.p2p else (c.op, c.group) == (made.op, made.group)) and not c.other_thread
+    ]  # fmt: skip
 
 
 class Turn(NamedTuple):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -13,7 +13,7 @@ from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.waits import messages
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root
-from distdiag.diagnosis.waits.wait import Wait
+from distdiag.diagnosis.waits.wait import Wait, call_at
 
 
 class Reason(StrEnum):
@@ -94,6 +94,18 @@ class Case:
         waits = awaited if awaited and self.incident.root is Root.CYCLE else self.incident.waits
         waits = sorted(waits, key=lambda wait: (-len(wait.ranks), wait.p2p, min(wait.ranks, default=0)))
         return next((wait for wait in waits if not set(culprits) & set(wait.ranks)), waits[0])
+
+    def at_call(self, group: str, seq: int, apart: Callable[[int, Call], bool], cause: str | None = None) -> Case:
+        """Return the case of the same ranks at an earlier collective, where `apart` tells the two sides from each other.
+
+        Args:
+            cause: Why its calls are not compatible. Default: as at the later one.
+        """
+        calls = {q: call for q in self.states if (call := call_at(self.states[q], group, seq)) is not None}
+        sides = tuple(frozenset(q for q, call in calls.items() if apart(q, call) is side) for side in (False, True))
+        old, members = self.wait, frozenset(calls)
+        wait = Wait((group, seq), conflict=cause or old.conflict, sides=sides, calls=calls, died=old.died)
+        return replace(self, incident=Incident(self.incident.root, members, (wait,), members | self.incident.victims))
 
     def own_call(self, rank: int, wait: Wait) -> Call | None:
         """Return the call by which a rank takes part in the collective that others wait in, where each role calls it in its own line.

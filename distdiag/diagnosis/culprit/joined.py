@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import replace
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
@@ -16,8 +15,8 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site
 from distdiag.diagnosis.model.syntax import Source, statement_at
 from distdiag.diagnosis.text.phrases import op_at, site_text
-from distdiag.diagnosis.waits.incidents import Incident, Root
-from distdiag.diagnosis.waits.wait import Wait, call_at
+from distdiag.diagnosis.waits.incidents import Root
+from distdiag.diagnosis.waits.wait import call_at
 
 
 def at_own_call(case: Case) -> Case:
@@ -31,12 +30,7 @@ def at_own_call(case: Case) -> Case:
     if not met:
         return case
     first = min(met, key=lambda call: call.seq or 0)
-    calls = {q: call for q in states if (call := call_at(states[q], first.group, first.seq or 0)) is not None}
-    sides = tuple(frozenset(q for q in calls if (q in shadows) is shadow) for shadow in (False, True))
-    old = case.wait
-    wait = Wait((first.group, first.seq), conflict=old.conflict, sides=sides, calls=calls, died=old.died)
-    members = frozenset(calls)
-    return replace(case, incident=Incident(case.incident.root, members, (wait,), members | case.incident.victims))
+    return case.at_call(first.group, first.seq or 0, lambda rank, _: rank in shadows)
 
 
 def accuse(case: Case) -> Testimony | None:

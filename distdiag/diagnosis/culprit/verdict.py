@@ -20,7 +20,7 @@ from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import Incident, Root, find
-from distdiag.diagnosis.waits.wait import Wait
+from distdiag.diagnosis.waits.wait import Wait, call_at
 
 SETTLED_S = 5.0  # seconds without a new call, after which the majority is taken without ranks that have not arrived
 
@@ -97,7 +97,7 @@ def judge(
 
 def judge_incident(case: Case) -> list[Verdict]:
     """Return the verdicts on an incident: none while evidence is incomplete, several for several ends."""
-    case = joined.at_own_call(case)
+    case = _at_other_thread(joined.at_own_call(case))
     incident = case.incident
     if incident.root is Root.GONE:
         return list(_gone(case))
@@ -143,12 +143,35 @@ def _undecided(case: Case, reason: Reason) -> bool:
     return since is None or snapshot.t_s - since < SETTLED_S
 
 
+def _at_other_thread(case: Case) -> Case:
+    """Return a case at the first collective in which a call of one rank's other thread met another call of a main thread.
+
+    From there on the calls of the group pair with the wrong ones, and where they first differ in kind is chance.
+    """
+    wait = case.wait
+    if case.incident.root is not Root.CONFLICT or wait.p2p or not case.states.keys() >= set(case.compared):
+        return case
+    own = (call for q in case.compared for call in case.states[q].calls if call.group == wait.group)
+    for seq in sorted({call.seq for call in own if call.other_thread and call.seq is not None and call.seq < wait.seq}):
+        calls = [call_at(case.states[q], wait.group, seq) for q in case.compared]
+        known = [call for call in calls if call is not None]
+        kinds_of_call = {(compatible.op_name(call.op), compatible.elements(call)) for call in known}
+        if len(known) == len(calls) and len({call.other_thread for call in known}) > 1 < len(kinds_of_call):
+            cause = "op" if len({op for op, _ in kinds_of_call}) > 1 else "shape"
+            return case.at_call(wait.group, seq, lambda _, call: call.other_thread, cause)
+    return case
+
+
 def _threads_of_all(case: Case) -> bool:
     """True if another thread than the main one makes a call of a conflict, and does so on every rank: which came first is chance."""
     calls = {q: call for q, call in case.wait.calls.items() if call.other_thread and q in case.here}
     by_thread = {case.here[q] for q in calls}
     states = [case.states.get(q) for q in case.compared]
-    return bool(calls) and all(state is not None and by_thread <= state.sites.keys() for state in states)
+    return bool(calls) and all(
+        state is not None
+        and (by_thread <= state.sites.keys() or any(c.other_thread and c.group == case.wait.group for c in state.calls))
+        for state in states
+    )
 
 
 def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> tuple[Kind, str]:

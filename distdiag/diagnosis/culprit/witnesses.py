@@ -142,6 +142,8 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.AHEAD, ahead.accuse_in_cycle),
         Witness(Reason.ALONE, _alone),
         Witness(Reason.DIVERGENCE, divergence.accuse),
+        Witness(Reason.ORDER, explain=call_order.message_later),
+        Witness(Reason.LOOP, explain=loops.longer),
         Witness(Reason.PARTING, explain=conditions.past_the_call),
     ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import tokenize
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple
@@ -126,6 +126,16 @@ def line_at(site: Site | None, source: Source) -> str:
 def keeps_results(decorator: ast.AST) -> bool:
     """True for `@lru_cache(…)` and the like: a call with arguments that it has seen does not run the function."""
     return name_of(decorator.func if isinstance(decorator, ast.Call) else decorator) in _CACHES
+
+
+def calls_in(files: Iterable[str], source: Source) -> Iterator[tuple[ast.Call, Site]]:
+    """Yield the calls in files, each with its site."""
+    for file in files:
+        tree = tree_of(file, source)
+        for node in ast.walk(tree) if tree is not None else ():
+            if tree is not None and isinstance(node, ast.Call):
+                around = function(tree, node.lineno)
+                yield node, Site(file, node.lineno, around.name if around is not None else "<module>")
 
 
 def exits_process(node: ast.AST | None) -> bool:

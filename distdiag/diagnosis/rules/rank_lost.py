@@ -6,6 +6,7 @@ Idle workers that their launcher ends are no lost ranks, either.
 
 from __future__ import annotations
 
+import ast
 import re
 import signal as signals
 from collections.abc import Iterator
@@ -13,12 +14,14 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import paths
-from distdiag.diagnosis.endings import UNUSED, Cascade, End
+from distdiag.diagnosis.endings import UNUSED, Cascade, End, unset_key
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.known_errors import known
+from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, at_least, rank_list
-from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import line_at
+from distdiag.diagnosis.polled import set_at
 from distdiag.diagnosis.text.phrases import at, shortened, site_text, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.delays import waiting_since
@@ -67,7 +70,11 @@ _DO = {
     "`--signal`); set the handler first of all in the script, or find who sent it",
     "exit": "search the script for what exits with this code; started by `-m distdiag.run`, the verdict has its line",
     "chosen": "look for what ends the process with that code: os._exit({0}), or sys.exit({0}), in another thread, in what that line calls, or in a library",
+    "called": "find why os._exit({0}){1} ran: it ends the process from any thread, without an exception; a guard that found this rank too slow or idle "
+    "needs a longer limit, or a pause while the rank waits for others",
     "only": "; only {0} failed there: see what is different on it (its batch, its files, its device)",
+    "key": "find why {0} did not run in time: a thread that an exception had ended (a Future keeps it until `result()` is called), "
+    "a branch that was not taken, a rank that was late; only for that one a longer timeout helps",
     "unused": "use the output of every parameter in the loss, freeze those that are not used before DDP, or pass "
     "find_unused_parameters=True",
 }
@@ -126,11 +133,16 @@ def _lost(facts: Facts) -> Finding:
     condition = f", under `{left.text}` at line {left.line}" if left is not None else f"; {shown}" if shown else ""
     if elsewhere:
         condition = f" and no exception; its main thread was last seen{at(first.current_site)}"
+        exits = _exit_call(facts, first)
+        condition += f"; {site_text(exits)} calls os._exit({first.exit_code})" if exits is not None else ""
     of_memory = [
         f for f in facts.reported if (f.kind, f.cause) == (kinds.MEMORY.name, "growth") and first.rank in f.culprits
     ]
     grown = bool(of_memory) and (elsewhere or first.signal == signals.SIGKILL)
     condition += "; its memory had been growing" if grown else ""
+    if unset_key(first):
+        setter = _setter(facts, first)
+        condition += f"; nobody had set that key{f', as {site_text(setter)} does' if setter is not None else ''}"
     return (KILLED if killed else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
@@ -140,7 +152,7 @@ def _lost(facts: Facts) -> Finding:
         site=None if elsewhere else first.current_site, condition=condition,
         cost="the job cannot continue without it" if victims else "the job ended",
         do=("see first what lets its memory grow (the finding on memory); else " if grown else "") + (
-            _DO["chosen"].format(first.exit_code) if elsewhere else _repair(facts, first, echoes, left) if not killed
+            _chosen(facts, first) if elsewhere else _repair(facts, first, echoes, left) if not killed
             else _DO.get(signal, _DO["sent" if first.signal in _SENT else "signal"])
         ),
     )  # fmt: skip
@@ -151,6 +163,11 @@ def _repair(facts: Facts, first: RankState, echoes: set[int], left: paths.Condit
     text, culprits, victims = first.exception or "", facts.cascade.ranks, facts.cascade.others
     if UNUSED.search(text):
         return _DO["unused"]
+    if unset_key(first):
+        setter = _setter(facts, first)
+        return _DO["key"].format(
+            site_text(setter) if setter is not None else "what sets that key (search for its name)"
+        )
     if left is not None:
         together = ", and let all ranks leave together (all_reduce the decision)" if victims else ""
         return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"
@@ -166,6 +183,24 @@ def _repair(facts: Facts, first: RankState, echoes: set[int], left: paths.Condit
     else:
         do = _DO["exit"]
     return do + ("; the other ranks' errors follow from it" if echoes else "")
+
+
+def _exit_call(facts: Facts, first: RankState) -> Site | None:
+    """Return the only call of os._exit with a rank's exit code in the files of its frames; sys.exit ends only its own thread."""
+    calls = syntax.calls_in(sorted({site.file for site in first.user_stack}), facts.source)
+    exits = ((x.args[0], site) for x, site in calls if syntax.name_of(x.func) == "_exit" and x.args)
+    found = {site for code, site in exits if isinstance(code, ast.Constant) and code.value == first.exit_code}
+    return found.pop() if len(found) == 1 else None
+
+
+def _chosen(facts: Facts, first: RankState) -> str:
+    """Return what to do about a process that another thread ended."""
+    exits = _exit_call(facts, first)
+    return _DO["chosen" if exits is None else "called"].format(first.exit_code, at(exits))
+
+
+def _setter(facts: Facts, first: RankState) -> Site | None:
+    return set_at(unset_key(first), facts.snapshot.ranks.values(), facts.source)
 
 
 def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:

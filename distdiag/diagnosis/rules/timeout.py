@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.endings import End, timed_out
+from distdiag.diagnosis.endings import End, timed_out, unset_key
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.text.conditions import kept_text
@@ -38,7 +38,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     yield (LATE if late else UNSEEN)(
         culprits=[r.rank for r in late] or facts.cascade.ranks, victims=[r.rank for r in victims], collective=call,
         where=(w for r in late for w in where_stack(r, r.user_stack, None, 3)), waiting=map(where, victims),
-        step=first.step, first_seen_s=since_s, what=call or "a collective",
+        step=first.step, first_seen_s=since_s, what=call or ("a wait for a key of a store" if unset_key(first) else "a collective"),
         kept=kept_text(late[0].user_stack, first.user_stack, facts.cascade.ranks, facts.source) if late else "",
         by=f" {'by more than' if late else 'for'} {rough_duration(waited_s)}" if waited_s else "", at_call=first.current_site,
     )  # fmt: skip

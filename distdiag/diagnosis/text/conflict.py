@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import reduce
+
+from msgspec.structs import replace
 
 from distdiag.diagnosis.culprit.case import Reason
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, Site, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.incident import group_text, implicit_text, number_text, verb
 from distdiag.diagnosis.text.phrases import at, both_sites, site_text
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.wait import Wait
+from distdiag.diagnosis.waits.wait import Wait, last_wait
 from distdiag.terms.units import counted
 
 SHOWN_RANKS = 4
+SHOWN_CALLERS = 4
 _OWN_GROUP = "let the main thread make that call, or give the thread its own process group (`dist.new_group()`)"
 THREADS_ADVICE = f"{_OWN_GROUP}, and make the same calls in a thread on every rank"
 _ASYNC_SAVE = re.compile(
     r"(?<!def )\basync_save\s*\("
 )  # torch.distributed.checkpoint: it communicates in a thread of torch's
-_SAVES_ADVICE = 'give async_save{site} its own process group, which all ranks make once: `process_group=dist.new_group(backend="gloo")`'
+_SAVES_ADVICE = (
+    'give async_save{site} its own process group, which all ranks make once: `process_group=dist.new_group(backend="gloo")`; '
+    "or wait for its result before the next collective"
+)
 _SPLITS = (
     "{each} in {op} #{seq:,}{site} ({group}): it can never complete, as all ranks together send {sent:,} and "
     "expect {received:,}{reason}"
@@ -183,6 +190,14 @@ def _some_left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
     return f" ({rank_list(left)} {verb(left, 'has', 'have')} completed it)" if 0 < len(left) < len(side) else ""
 
 
+def with_threads(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> dict[int, tuple[Wait, Call]]:
+    """Return the calls with the line that starts torch's own thread for those of that thread, which have no line of the script."""
+    return {
+        q: (wait, replace(call, site=_saved_at(verdict, call)) if call.other_thread and call.site is None else call)
+        for q, (wait, call) in calls.items()
+    }
+
+
 def _saved_at(verdict: Verdict, call: Call) -> Site | None:
     """Return the line of the script that starts torch's own thread for checkpoints; None if that thread need not be the call's."""
     files = dict.fromkeys(frame.file for state in verdict.case.states.values() for frame in state.user_stack)
@@ -209,7 +224,26 @@ def _side_text(verdict: Verdict, snapshot: Snapshot, side: Collection[int], caus
         saves = _saved_at(verdict, call)
         return f"{what}{at(call.site)}, in another thread{f' (of torch, for async_save{at(saves)})' if saves else ''}"
     implicit = implicit_text(snapshot.ranks.get(min(side)), call) if cause == "op" else ""
-    return f"{what}{at(call.site)}{implicit}"
+    return f"{what}{at(_sites(verdict)[min(side)])}{implicit}"
+
+
+def _sites(verdict: Verdict) -> dict[int, Site | None]:
+    """Return the sites of the calls; if all are at one line, which the ranks have reached by different callers, with these.
+
+    Not those of a killed rank: its last sample may be older than its call.
+    """
+    calls, states = verdict.wait.calls, verdict.case.states
+    sites = {rank: call.site for rank, call in calls.items()}
+    stacks = {q: states[q].user_stack for q, call in calls.items() if q in states and last_wait(states[q]) == call}
+    parted = next((n for n, x in enumerate(zip(*stacks.values(), strict=False)) if len(set(x)) > 1), 0)
+    if (
+        len(stacks) < len(sites)
+        or len({*sites.values(), *(x[0] for x in stacks.values() if x)}) > 1
+        or parted >= SHOWN_CALLERS
+    ):
+        return sites
+    paths = ((q, stack[: parted + 1]) for q, stack in stacks.items() if parted and states[q].life != Life.KILLED)
+    return sites | {q: reduce(lambda outer, x: replace(x, caller=outer), reversed(path), None) for q, path in paths}
 
 
 def _threads(wait: Wait) -> list[int]:

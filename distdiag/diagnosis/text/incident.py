@@ -98,10 +98,11 @@ def calls_of(waits: Collection[Wait]) -> dict[int, tuple[Wait, Call]]:
 def where_of_ranks(
     snapshot: Snapshot, ranks: Collection[int], calls: dict[int, tuple[Wait, Call]]
 ) -> tuple[Where, ...]:
-    """Return where each rank is: at its call, with the callers of a helper, and where its host waits for the device, if that is
-    another site.
+    """Return where each rank is: at its call, and where its host waits for the device, if that is another site; then the callers of
+    helpers.
     """
-    out = []
+    out: list[Where] = []
+    outer: list[Where] = []
     for r in sorted(ranks):
         state = snapshot.ranks.get(r)
         call = calls[r][1] if r in calls else None
@@ -111,11 +112,12 @@ def where_of_ranks(
             first = where_at(r, None, "waiting")  # its newest entry is of a later call
         made = call or (state.blocked if state is not None else None)
         callers = made.site.path[1:] if made is not None and made.site is not None else ()
-        out += [first, *(where_at(r, caller, first.state) for caller in callers)]
+        out.append(first)
+        outer += (where_at(r, caller, first.state) for caller in callers)
         host = host_site(state)
         if host is not None and (host.file, host.line) != (first.file, first.line):
             out.append(where_at(r, host, "waits_for_device"))
-    return tuple(out)
+    return (*out, *outer)
 
 
 def host_site(state: RankState | None) -> Site | None:

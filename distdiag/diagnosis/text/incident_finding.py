@@ -60,6 +60,7 @@ def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     match incident.root:
         case Root.CONFLICT:
             message, advice = conflict.message(snapshot, verdict), conflict.advice(verdict)
+            calls = conflict.with_threads(verdict, calls)
             cost = NO_PROGRESS if not verdict.wait.died else "the backend aborts the job"
         case Root.CYCLE:
             for rank in incident.victims:

@@ -10,6 +10,7 @@ import pytest
 
 from distdiag.diagnosis.culprit.conditions import past_the_call
 from distdiag.diagnosis.culprit.verdict import judge
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Site
 from distdiag.diagnosis.text import cycle
 from distdiag.diagnosis.waits import graph
@@ -376,3 +377,75 @@ def test_the_advice_names_the_call_of_the_others_where_the_own_one_has_no_operat
     verdict: Any = SimpleNamespace(culprits=(3,), wait=wait, call=None, incident=SimpleNamespace(members={0, 3}))
     advice = cycle._missing_advice(verdict, {3: (cast(Any, SimpleNamespace(ranks=(3,))), own)})
     assert advice.startswith("look for a condition on the rank around all_reduce at train.py:43")
+
+
+def test_a_message_that_came_before_a_collective_in_every_round_is_to_come_first() -> None:
+    """Rank 1 now makes the broadcast at another line, before its send; rank 0 is in the recv that always came first."""
+    send, recv, old, new = (Site("/job/decode.py", line, "f") for line in (43, 48, 72, 68))
+
+    def made(message: str, peer: int, site: Site, rounds: int) -> list[Call]:
+        pairs = (
+            (call(message, None, site, peer=peer, nth=n, completed_s=1.0), call("broadcast", n, old, completed_s=1.0))
+            for n in range(1, rounds + 1)
+        )
+        return [each for pair in pairs for each in pair]
+
+    def found(rounds: int, lately: bool = False) -> Finding:
+        waiting, first = call("recv", None, recv, peer=1, nth=rounds + 1), call("broadcast", rounds + 1, new)
+        calls = made("send", 0, send, rounds)
+        calls = [*calls[:-4], calls[-3], *calls[-2:]] if lately else calls
+        sent = {"send:0:0:default_pg": rounds}
+        return only(
+            snapshot(
+                rank(0, waiting, calls=(*made("recv", 1, recv, rounds), waiting), enqueued={"default_pg": rounds},
+                     completed={"default_pg": rounds}, p2p_issued={"recv:1:0:default_pg": rounds + 1}),
+                rank(1, first, calls=(*calls, first), p2p_issued=sent),
+            )
+        )  # fmt: skip
+
+    f = found(6)
+    assert (f.kind, f.cause, f.culprits) == ("deadlock", "p2p_cycle", ())
+    assert f.message.endswith(
+        "; in each of the last 6 rounds rank 1 made send (decode.py:43) and then a broadcast, and in this one the broadcast first"
+    )
+    assert f.advice.startswith("let rank 1 make that send (decode.py:43) before the broadcast, as in each round before")
+    for other in (found(3), found(6, lately=True)):
+        assert "rounds" not in other.message
+
+
+def test_of_two_loops_that_make_one_collective_at_lines_of_their_own_the_longer_one_is_named() -> None:
+    text = (
+        "def send(model):\n    for p in model.parameters():\n        broadcast(p)\n"
+        "def receive(model):\n    for t in model.state_dict().values():\n        broadcast(t)\ndef main():\n    recv(x)\n    broadcast(y)\n"
+    )
+    sending, receiving, waits, alone = (
+        Site("/job/sync.py", n, f) for n, f in ((3, "send"), (6, "receive"), (8, "main"), (9, "main"))
+    )
+
+    def found(sent: int, at: Site = receiving, inside: bool = False, skipped: int = 0) -> Finding:
+        waiting, more = call("recv", None, waits, peer=1, nth=1), call("broadcast", sent + 1, at)
+        of_zero, of_one = (
+            tuple(call("broadcast", n, x, completed_s=1.0) for n in range(1, sent + 1)) for x in (sending, at)
+        )
+        stack = (waits, sending) if inside else (waits,)
+        return only(
+            snapshot(
+                rank(0, waiting, calls=(*of_zero, waiting), user_stack=stack, enqueued={"default_pg": sent}, completed={"default_pg": sent},
+                     p2p_issued={"recv:1:0:default_pg": 1}),
+                rank(1, more, calls=(*of_one[skipped:], more), user_stack=(at,)),
+            ),
+            source={"/job/sync.py": text}.get,
+        )  # fmt: skip
+
+    f = found(7)
+    assert (f.cause, f.culprits) == ("p2p_cycle", ())
+    assert (
+        "; rank 0 ended `for p in model.parameters()` at sync.py:2 in send after 7 of these calls at sync.py:3 in send, and rank 1"
+        in f.message
+    )
+    assert f.message.endswith(
+        "makes broadcast number 8 in `for t in model.state_dict().values()` at sync.py:5 in receive"
+    )
+    assert f.advice.startswith("let the loops at sync.py:2 in send and at sync.py:5 in receive go over one list")
+    for other in (found(1), found(7, alone), found(7, inside=True), found(7, skipped=1)):
+        assert "these calls" not in other.message and "one list" not in other.advice

@@ -342,3 +342,22 @@ def test_a_rank_that_has_got_a_broadcast_is_not_in_it_any_longer() -> None:
     assert "(rank 1 has completed it)" in f.message and "on all ranks" in f.message
     raised = rank(1, first, completed={"default_pg": 7}, life="crashed")  # counted as complete, too
     assert "completed" not in only(snapshot(ranks[0], raised, ranks[2])).message
+
+
+def test_calls_at_one_line_are_shown_with_the_callers_by_which_the_ranks_reached_it() -> None:
+    """The forward of a layer, in two models; a killed rank's last sample may be older than its call."""
+    forward, outer = Site("/job/rl.py", 35, "forward"), Site("/job/rl.py", 90, "main")
+    student, teacher = (Site("/job/rl.py", n, f) for n, f in ((50, "generate"), (63, "score")))
+
+    def found(first: Site, second: Site, **of_one: Any) -> str:
+        calls = [call("all_gather_into_tensor", 9, forward, shape=(n,)) for n in (64, 96)]
+        killed = {"calls": (calls[1],), "enqueued": {"default_pg": 9}, "user_stack": (forward, second, outer), **of_one}
+        ranks = rank(0, calls[0], user_stack=(forward, first, outer)), rank(1, None if of_one else calls[1], **killed)
+        return only(snapshot(*ranks)).message
+
+    text = found(student, teacher)
+    assert "of 64 elements at rl.py:35 in forward (called at rl.py:50 in generate)" in text
+    assert "of 96 elements at rl.py:35 in forward (called at rl.py:63 in score)" in text
+    assert "called at" not in found(student, student)
+    text = found(student, teacher, life=Life.KILLED, signal=6, ended_s=49.0)
+    assert "in forward (called at rl.py:50 in generate)" in text and "rl.py:63" not in text

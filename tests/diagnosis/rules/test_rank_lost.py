@@ -284,3 +284,50 @@ def test_a_signal_for_the_users_own_use_was_sent_by_another_process(number: int,
         )
     )
     assert (f.cause == "killed" and "another process sent it" in f.advice) is sent
+
+
+def test_a_script_that_waits_for_a_key_in_vain_is_the_first_failure() -> None:
+    """Nobody was gone: ranks 1 and 2 raised first. A wait of torch's own, in a call, is a timeout of that call."""
+    text = "torch.distributed.DistStoreError: wait timeout after 10000ms, keys: /default_pg/0//trainer/published/300"
+    site, code = Site("/job/train.py", 6, "follow"), "def write():\n    store.set({}, path)\n"
+    closed = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4059"
+    of_torch = call(op="new_group", group="new_group 1", seq=1, failed=True)
+
+    def found(setter: str = 'f"published/{step}"', known: Any = None, first_s: float = 39.0, **waiting: Any) -> Finding:
+        gave_up = {"life": Life.CRASHED, "exception": text, "current_site": site, "user_stack": (site,), **waiting}
+        s = job(
+            rank(0, life=Life.CRASHED, exception=closed, ended_s=first_s),
+            *(rank(q, ended_s=37.0, **gave_up) for q in (1, 2)),
+        )
+        return only(ended(s, source={site.file: code.format(setter)}.get, late=known))
+
+    f = found()
+    assert (f.kind, f.cause, f.culprits, f.certainty) == ("rank_lost", "crashed", (1, 2), "proved")
+    assert f.message.endswith(" at train.py:6 in follow; nobody had set that key, as train.py:2 in write does")
+    assert f.advice.startswith("find why train.py:2 in write did not run in time: a thread that an exception had ended")
+    for other in ("name", '"saved/300"'):
+        f = found(other)
+        assert f.message.endswith("in follow; nobody had set that key") and "(search for its name)" in f.advice
+    assert found(first_s=36.0).culprits == () != f.culprits
+    assert found(calls=(of_torch,)).culprits == ()
+    late = found(known=((0,), (1, 2)))
+    assert (late.kind, late.culprits) == ("timeout", (0,)) and late.message.startswith(
+        "a wait for a key of a store timed"
+    )
+
+
+def test_the_only_call_of_os_exit_with_the_code_of_a_rank_is_named() -> None:
+    site = Site("/job/fit.py", 5, "main")
+
+    def found(*calls: str) -> Finding:
+        text = "".join(f"def f{n}():\n    {x}\n" for n, x in enumerate(calls)) + "dist.barrier()\n"
+        at = Site(site.file, 2 * len(calls) + 1, "main")
+        lost = rank(1, life=Life.CRASHED, exit_code=3, ended_s=9.0, current_site=at, user_stack=(at,))
+        return only(ended(job(rank(0), lost), source={site.file: text}.get))
+
+    f = found("os._exit(3)")
+    assert f.message.endswith("last seen at fit.py:3 in main; fit.py:2 in f0 calls os._exit(3)")
+    assert f.advice.startswith("find why os._exit(3) at fit.py:2 in f0 ran: it ends the process from any thread")
+    for other in (("os._exit(3)", "os._exit(3)"), ("os._exit(code)",), ("os._exit(4)",), ("sys.exit(3)",)):
+        f = found(*other)
+        assert f.message.endswith(" in main") and "in another thread" in f.advice
