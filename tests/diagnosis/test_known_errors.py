@@ -51,6 +51,9 @@ def test_the_last_smaller_batch_explains_an_error_about_sizes() -> None:
         ("urllib3.exceptions.MaxRetryError: HTTPSConnectionPool(host='hf.co', port=443): Max retries exceeded", MODEL, "HF_HUB_OFFLINE=1", ""),
         ("OSError: [Errno 24] Too many open files: '/data/a.tif'", MODEL, "a cache with a limit", ""),
         ("RuntimeError: unable to open shared memory object: Too many open files (24)", MODEL, "set_sharing_strategy", ""),
+        ("RuntimeError: Parent directory out/tmp-checkpoint-60 does not exist.", MODEL, "another rank renamed or deleted it", ""),
+        ("RuntimeError: Missing key in checkpoint state_dict: dataloader.dp_rank_3.", MODEL, "with as many ranks as saved it", ""),
+        ("RuntimeError: Error(s) in loading state_dict for Net: Missing key(s) in state_dict: \"fc.weight\"", MODEL, "does not fit this model", ""),
         ("RuntimeError: Forward order differs across ranks: rank 0 is all-gathering 4 parameters", MODEL, "same order", ""),
     ],
 )  # fmt: skip
