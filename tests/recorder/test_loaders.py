@@ -30,7 +30,7 @@ from distdiag.page.writer import PageWriter
 from distdiag.recorder.fast import accounts
 from distdiag.recorder.hooks.data_set_index import data_set_content
 from distdiag.recorder.hooks.epoch_samples import EpochSamples
-from distdiag.recorder.hooks.loaders import Loaders, fingerprint
+from distdiag.recorder.hooks.loaders import Loaders, fingerprint, stated
 from distdiag.recorder.hooks.wrapping import around
 from distdiag.recorder.state import Recorder
 
@@ -80,13 +80,14 @@ def test_a_datasets_length_is_not_asked_for_again(name: str, recorded: Loaders) 
     data.calls = 0
     batches = len(list(loader))
     plain = data.calls
-    for epoch in range(3):
+    for _ in range(3):
         data.calls = 0
         recorded.starts(loader, object(), None)
-        assert data.calls == (name == "a subset" and not epoch)  # whose sampler does not know the data set
-        assert len(list(loader)) == batches and data.calls == plain + (name == "a subset" and not epoch)
+        assert data.calls == 0
+        assert len(list(loader)) == batches and data.calls == plain
         slot = next(iter(recorded._slots.values()))
-        assert (slot.length, slot.dataset_length) == (batches, SAMPLES)
+        # the sampler of a subset does not know the data set
+        assert (slot.length, slot.dataset_length) == (batches, -1 if name == "a subset" else SAMPLES)
 
 
 class Shard(BatchSampler):
@@ -100,21 +101,38 @@ class Sharded(DataLoader[int]):
     pass
 
 
-def test_a_loader_that_asks_its_samplers_for_their_length_is_asked_once_an_epoch(recorded: Loaders) -> None:
+def test_a_loader_is_never_asked_for_its_length_but_heard_when_the_job_asks(
+    recorded: Loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`__len__` is the job's code: it may iterate, communicate or print."""
+    monkeypatch.setattr(DataLoader, "__len__", around(DataLoader.__len__, ends=recorded.said))
     data = Counted()
-    batches = BatchSampler(RandomSampler(data), 4, drop_last=False)
-    loader = Sharded(data, batch_sampler=Shard(batches, 1, drop_last=False))
-    for epoch in range(2):
+    loader = Sharded(
+        data, batch_sampler=Shard(BatchSampler(RandomSampler(data), 4, drop_last=False), 1, drop_last=False)
+    )
+    for asks in (False, True, False):
+        length = len(loader) if asks else -1
         data.calls = 0
-        length, plain = len(loader), data.calls
-        data.calls = 0
-        recorded.starts(loader, object(), None)
+        iterator = object()
+        recorded.starts(loader, iterator, None)
         slot = next(iter(recorded._slots.values()))
-        # of the data set's own length no sampler is known to ask here
-        assert slot.length == length and data.calls == plain + (not epoch)
-        data.calls = 0
-        sampler.len(data)  # type: ignore[attr-defined]  # as a sampler does when an epoch's first batch is drawn
-        assert data.calls == 1
+        assert slot.length == length and data.calls == 0
+        assert len(loader) == slot.length == 3, "also if it asks later"
+        recorded.ends(iterator)
+
+
+def test_what_a_loader_of_an_own_length_makes_of_torch_s_is_not_known(
+    recorded: Loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dispatched(DataLoader[int]):
+        def __len__(self) -> int:
+            return super().__len__() // 2
+
+    monkeypatch.setattr(DataLoader, "__len__", around(DataLoader.__len__, ends=recorded.said))
+    loader = Dispatched(Counted(), 4)
+    assert len(loader) == 2
+    recorded.starts(loader, object(), None)
+    assert next(iter(recorded._slots.values())).length == -1
 
 
 def test_the_length_of_another_loader_at_the_same_line_is_its_own(recorded: Loaders) -> None:
@@ -127,11 +145,59 @@ def test_the_length_of_another_loader_at_the_same_line_is_its_own(recorded: Load
         assert (slot.length, slot.dataset_length) == (length, len(data))
 
 
+class Stated(Dataset[int]):
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.n = rows, 7
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class OfRows(Stated):
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class OfNumber(Stated):
+    def __len__(self) -> int:
+        return self.n
+
+
+class OfHalf(Stated):
+    def __len__(self) -> int:
+        return len(self.rows) // 2
+
+
+class OfPrint(Stated):
+    def __len__(self) -> int:
+        print("counting")
+        return self.n
+
+
+class Untold(list[int]):
+    def __len__(self) -> int:
+        raise OSError("not called")
+
+
+@pytest.mark.parametrize(
+    ("data", "length"),
+    [
+        (OfRows([1, 2, 3]), 3), (OfNumber(None), 7), (OfHalf([1, 2, 3]), -1), (OfPrint(None), -1), (OfRows(Untold()), -1),
+        (Subset(OfPrint(None), [0, 1]), 2), (TensorDataset(torch.ones(5, 2)), 5), (range(4), 4), (Stated(None), -1),
+    ],
+)  # fmt: skip
+def test_a_length_is_read_where_it_is_only_an_attribute_s(
+    data: Any, length: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stated(data) == length and capsys.readouterr().out == ""
+
+
 def test_the_length_behind_a_batch_sampler_of_the_job_is_known(recorded: Loaders) -> None:
     """torch makes a sampler for it that is never drawn from, and so asks for no length."""
-    recorded.starts(DataLoader(Counted(), batch_sampler=[[0, 1], [2, 3]]), object(), None)
-    slot = next(iter(recorded._slots.values()))
-    assert (slot.length, slot.dataset_length) == (2, SAMPLES)
+    for data, length in ((Counted(), -1), (TensorDataset(torch.ones(SAMPLES)), SAMPLES)):
+        recorded.starts(DataLoader(data, batch_sampler=[[0, 1], [2, 3]]), object(), None)
+        slot = next(iter(recorded._slots.values()))
+        assert (slot.length, slot.dataset_length) == (2, length)
 
 
 def test_a_length_that_workers_begin_with_is_known(recorded: Loaders) -> None:
@@ -214,6 +280,16 @@ def test_a_sampler_that_was_built_before_the_process_group_is_known(
     assert next(iter(recorded._slots.values())).distributed_sampler == told
 
 
+def test_samples_that_ranks_share_by_intent_are_not_compared(recorded: Loaders) -> None:
+    """Repeated augmentation: each rank augments the same samples in its own way."""
+    own = SubsetRandomSampler(range(9))
+    own.rank, own.repetitions = 0, 3  # type: ignore[attr-defined]
+    iterator = object()
+    recorded.starts(DataLoader(Counted(), 4, sampler=own), iterator, None)
+    assert next(iter(recorded._slots.values())).distributed_sampler == 1
+    assert recorded._by_iterator[id(iterator)][2] is None
+
+
 def test_only_what_a_distributed_sampler_splits_has_an_index(recorded: Loaders) -> None:
     recorded.starts(DataLoader(Listed(FILES), 4), object(), None)
     assert next(iter(recorded._slots.values())).data_set_index == 0
@@ -230,7 +306,7 @@ class OwnSampler(torch.utils.data.Sampler[int]):
 def test_a_length_that_raises_is_unknown(recorded: Loaders) -> None:
     recorded.starts(DataLoader(Counted(), 2, sampler=OwnSampler()), object(), None)
     slot = next(iter(recorded._slots.values()))
-    assert (slot.length, slot.dataset_length, recorded.header.errors) == (-1, SAMPLES, 0)
+    assert (slot.length, slot.dataset_length, recorded.header.errors) == (-1, -1, 0)
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -122,6 +122,7 @@ def _wrap_loader(accounting: StepAccounting) -> None:
         module.len = around(len, ends=accounting.loaders.asked)  # type: ignore[attr-defined]
     base = loader_module._BaseDataLoaderIter
     DataLoader.__iter__ = around(DataLoader.__iter__, ends=starts)
+    DataLoader.__len__ = around(DataLoader.__len__, ends=accounting.loaders.said)  # type: ignore[method-assign]
     base.__next__ = loader_next(accounting, base.__next__)  # type: ignore[method-assign]
 
 

@@ -9,6 +9,7 @@ six batches. `epoch_samples` hashes all samples of the first epochs, unless they
 from __future__ import annotations
 
 import ctypes
+import dis
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -22,6 +23,8 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
 )
 from torch.utils.data import dataloader as loader_module
 
@@ -36,6 +39,16 @@ from distdiag.recorder.unseen import has_memory, unseen
 # not a subclass's, which may read the sampler's iterator, as those do that save its state
 _TORCHS = (loader_module._SingleProcessDataLoaderIter, loader_module._MultiProcessingDataLoaderIter)
 EPOCHS = 2  # first epochs whose samples may be hashed
+_REPEATS = (
+    "num_repeats",
+    "repetitions",
+    "repeats",
+    "num_selected_samples",
+)  # attributes of samplers that repeat samples
+_COUNTED = (list, tuple, dict, range, str, bytes, torch.Tensor)  # types whose length is no code of the job
+# what a `__len__` does that is not run: it returns an attribute of the data set, or (True) the length of one
+_READS = {("LOAD_ATTR", "RETURN_VALUE"): False, ("LOAD_GLOBAL", "LOAD_ATTR", "CALL", "RETURN_VALUE"): True}
+_UNIMPORTANT = ("RESUME", "PUSH_NULL", "PRECALL", "CACHE", "LOAD_FAST")
 POLLS = 16  # newest polls of a loader's workers that are averaged
 # spread by the golden ratio, so that no period of the data matches
 _SCATTERED = [i * 2654435761 % 2**31 for i in range(1, 65)]
@@ -64,7 +77,9 @@ class Loaders:
         # by site, those whose sampler has still to ask for a length; a loader may live no longer than `for x in DataLoader(…)` needs it
         self._unmeasured: dict[int, Any] = {}
         self._asked = 0, -1  # id of what torch's samplers last asked for its length, and that
-        self._asking = False  # while a loader is asked for its length here, which may ask its samplers several times
+        self._said: dict[
+            int, tuple[ref[Any], int]
+        ] = {}  # by id of a loader: what it said of its length when the job asked, and no epoch since
 
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
@@ -95,7 +110,9 @@ class Loaders:
         slot.batch_size = size if isinstance(size, int) else -1
         drop = getattr(batch_sampler, "drop_last", loader.drop_last)
         slot.drop_last = int(bool(drop))
-        fits = _fits(sampler)
+        # repeated augmentation (DeiT, timm, torchvision): ranks share samples by intent, which a sampler that knows the ranks hands out
+        repeats = hasattr(sampler, "rank") and any(hasattr(sampler, name) for name in _REPEATS)
+        fits = True if repeats else _fits(sampler)
         slot.distributed_sampler = 0 if fits is None else 1 if fits else 2
         epoch, seed = getattr(sampler, "epoch", None), getattr(sampler, "seed", None)
         dataset = getattr(loader, "dataset", None)
@@ -110,11 +127,12 @@ class Loaders:
                 # beside a batch sampler without a sampler torch makes one that is never drawn from
                 drawn = batch_sampler is None or hasattr(batch_sampler, "sampler")
                 asks = drawn and _asks(sampler, dataset)
-                length = -1 if isinstance(dataset, IterableDataset) or asks else _length(dataset)
+                length = -1 if asks else stated(dataset)
                 if asks:
                     self._unmeasured[site] = loader
             slot.dataset_length = length
-        self._measure(loader, slot, begins=True)
+        of, said = self._said.pop(id(loader), (ref(loader), -1))  # its next epoch may have another
+        self._measure(loader, slot, said if of() is loader else -1)
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
         if slot.sampler_epoch == left_in > 0:  # resumed within this epoch
             slot.n_previous = 0
@@ -129,8 +147,9 @@ class Loaders:
         if loader.num_workers:
             self._iterators[slot.site] = ref(iterator)
         own = type(iterator) in _TORCHS and not isinstance(dataset, IterableDataset)
-        # a DistributedSampler's parts are known by its numbers
-        self._hash_samples(iterator, slot, dataset if own and slot.distributed_sampler != 1 else None)
+        if not repeats:
+            # a DistributedSampler's parts are known by its numbers
+            self._hash_samples(iterator, slot, dataset if own and slot.distributed_sampler != 1 else None)
 
     @guarded
     def asked(self, args: tuple[Any], length: int, error: BaseException | None) -> None:
@@ -142,8 +161,6 @@ class Loaders:
             return
         # with workers, a loader's first batches are asked for before it is known here
         self._asked = id(args[0]), length
-        if self._asking:
-            return
         for site, of in self._loaders.items():
             loader = self._unmeasured.get(site, of())
             if loader is not None and loader.dataset is args[0]:
@@ -151,20 +168,32 @@ class Loaders:
                 self._slots[site].dataset_length = length
                 self._measure(loader, self._slots[site])
 
-    def _measure(self, loader: Any, slot: LoaderSlot, begins: bool = False) -> None:
-        """Write what follows from the length of the data set: the batches of an epoch, and the index.
+    @guarded
+    def said(self, args: tuple[Any], length: int, error: BaseException | None) -> None:
+        """Note the length that a loader says when the job asks: it may be the job's code, and is never called by us.
 
-        Args:
-            begins: An epoch begins. Only then a loader is asked that has a length of its own.
+        A loader with an own `__len__` says another one than torch's, which that may call.
         """
+        loader = args[0]
+        if error is not None or type(loader).__len__ is not DataLoader.__len__:
+            return
+        for site, of in self._loaders.items():
+            if of() is loader and not self._slots[site].exhausted:
+                self._measure(loader, self._slots[site], length)
+                return
+        if len(self._said) > LOADERS:
+            self._said.clear()
+        self._said[id(loader)] = ref(loader), length
+
+    @staticmethod
+    def _measure(loader: Any, slot: LoaderSlot, said: int | None = None) -> None:
+        """Write what follows from the length of the data set: the batches of an epoch (or what the loader has said), and the index."""
         batch_sampler, sampler = _samplers(loader)
         known = _batches(loader, batch_sampler, sampler, slot.dataset_length)
         if known is not None:
             slot.length = known
-        elif begins:
-            self._asking = True
-            slot.length = _length(loader)
-            self._asking = False
+        elif said is not None:
+            slot.length = said
         if slot.distributed_sampler == 1 and isinstance(sampler, DistributedSampler):
             with unseen():
                 slot.data_set_index = data_set_index(loader.dataset, slot.dataset_length)
@@ -343,25 +372,57 @@ def _asks(sampler: Any, data: Any) -> bool:
 
 
 def _batches(loader: Any, batch_sampler: Any, sampler: Any, samples: int) -> int | None:
-    """Return the batches of an epoch, -1: unknown; None if only the loader can tell. torch's own are not asked: they would ask the data set again."""
+    """Return the batches of an epoch, -1: unknown; None if only the loader can tell. None is asked: `__len__` is the job's code, or calls it."""
     if isinstance(loader.dataset, IterableDataset):
         return -1
-    plain = type(loader) is DataLoader and type(batch_sampler) in (BatchSampler, type(None))
-    if not plain or not _asks(sampler, loader.dataset):
+    if type(loader).__len__ is not DataLoader.__len__:
         return None
-    split = type(sampler) is DistributedSampler
-    drawn = sampler.num_samples if split else getattr(sampler, "_num_samples", None) or samples
-    if drawn < 0:
-        return -1
+    if type(batch_sampler) not in (BatchSampler, type(None)):
+        return None if (n := stated(batch_sampler)) < 0 else n
+    drawn = _drawn(sampler, loader.dataset, samples)
+    if drawn is None or drawn < 0:
+        return drawn
     size = 1 if batch_sampler is None else batch_sampler.batch_size
     dropped = batch_sampler is not None and batch_sampler.drop_last
     return (drawn if dropped else drawn + size - 1) // size
 
 
+def _drawn(sampler: Any, data: Any, samples: int) -> int | None:
+    """Return how many samples a sampler of torch draws in an epoch, -1: not known yet; None if it is none, or only the job's code can tell."""
+    of = type(sampler)
+    if of in (DistributedSampler, WeightedRandomSampler):
+        return sampler.num_samples
+    if _asks(sampler, data):
+        return (sampler._num_samples if of is RandomSampler else None) or samples
+    return None if (n := stated(sampler)) < 0 else n
+
+
+def stated(data: Any) -> int:
+    """Return the length that a data set states; -1: only its `__len__` knows it, which is the job's code and may do anything.
+
+    One that only returns an attribute, or the length of one, is read and not called.
+    """
+    held = data.tensors[0] if type(data) is TensorDataset else data
+    if type(held) in _COUNTED:
+        return len(held)
+    method = next((of.__dict__["__len__"] for of in type(data).__mro__ if "__len__" in of.__dict__), None)
+    code = getattr(method, "__code__", None)
+    if code is None or len(code.co_varnames) != 1:
+        return -1
+    does = [x for x in dis.get_instructions(code) if not x.opname.startswith(_UNIMPORTANT)]
+    counts = _READS.get(tuple(x.opname for x in does))
+    if counts is None or (counts and does[0].argval != "len"):
+        return -1
+    held = _attributes(data).get(does[-2 - counts].argval)
+    if not counts:
+        return held if type(held) is int else -1
+    return len(held) if type(held) in _COUNTED else -1
+
+
 def _length(x: Any) -> int:
     try:
         return len(x)
-    except Exception:  # `__len__` is the job's code: the job never calls it, or gets this exception itself
+    except Exception:  # of what the job hands to us; it never asks, or gets this exception itself
         return -1
 
 
