@@ -91,8 +91,12 @@ def _rows(values: Any, chosen: Sequence[int], length: int | None) -> list[Any]:
         return []
     if not array:
         return [_word(values[i]) for i in chosen]
-    flat = values[chosen].reshape(len(chosen), -1)
-    return [*map(tuple, flat[:, :: max(1, flat.shape[1] // ELEMENTS)][:, :ELEMENTS].tolist())]
+    return [tuple(_spread(values[i].reshape(-1))) for i in chosen]  # a view of each: samples may be videos
+
+
+def _spread(row: Any) -> list[Any]:
+    """Return up to `ELEMENTS` numbers, evenly spread over a sample."""
+    return row[:: max(1, len(row) // ELEMENTS)][:ELEMENTS].tolist()
 
 
 def _word(x: Any) -> str | int | None:

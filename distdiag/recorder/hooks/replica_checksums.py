@@ -517,7 +517,8 @@ def _untrained(m: Model) -> list[tuple[Any, str]]:
 
     def untrained(place: tuple[Any, str, str]) -> bool:
         p = place[0]._parameters.get(place[1])
-        return p is not None and p.grad is None and (not p.requires_grad or id(p) not in m.built_with)
+        # torch warns where `.grad` of a computed tensor is read, which some put in a parameter's place
+        return p is not None and p.is_leaf and p.grad is None and (not p.requires_grad or id(p) not in m.built_with)
 
     ddp = m.ref()
     if ddp is None:
