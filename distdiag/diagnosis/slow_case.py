@@ -362,9 +362,11 @@ class Case:
 
     @property
     def same_code(self) -> bool:
-        """True if the slowest rank spends its time between steps at a line that other ranks are seen at, too."""
+        """True if all ranks run what the slowest spends its time in: a phase of their steps, or a line between them that others are seen at, too."""
         shared = text.lines_of(self.snapshot, self.rest, self.phase)
-        return self.phase == "other" and bool(self.stack) and self.stack[0].key in shared
+        return self.phase in ("forward", "backward") or (
+            bool(self.stack) and self.stack[0].key in shared and self.phase == "other"
+        )
 
     @property
     def jitters(self) -> bool:

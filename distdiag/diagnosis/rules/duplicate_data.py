@@ -110,7 +110,8 @@ _DO = {
     "no sampler": "give the DataLoader a DistributedSampler(dataset)",
     "dataset": "the DistributedSampler is correct, but the dataset makes the same samples from different indices; seed NumPy and random "
     "with seed + rank (in workers: worker_init_fn), or draw each sample from a generator seeded by its index",
-    "sampler": "give its sampler the right rank and number of ranks: one that is built before `init_process_group` takes itself for rank 0 of 1",
+    "sampler": "give its sampler the right rank and number of ranks: those of all nodes, not of one; a sampler that is built before `init_process_group` takes "
+    "itself for rank 0 of 1",
     "split": "split with the same seed on all ranks: `random_split(…, generator=torch.Generator().manual_seed(0))`, not with the global generator "
     "that each rank has seeded differently",
     "list": "list the samples in one order on all ranks (`sorted(…)`; shuffle with one seed), and let the sampler alone take each rank's part",

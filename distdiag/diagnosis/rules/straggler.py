@@ -224,17 +224,18 @@ def _rotating(case: Case, reported: bool) -> Finding | None:
     phase = max(PHASES, key=lambda p: statistics.median(max(column) - min(column) for column in parts[p]))
     slowest = zip(parts[phase], subset.indices, strict=True)
     ratio = statistics.median(column[index] / max(0.1, others(column, index)) for column, index in slowest)
-    # what ranks compute takes longer in turns, too, where other processes have the CPUs; a rank that has just waited has queued for none
+    # what ranks or their loaders compute takes longer in turns, too, where other processes have the CPUs; a rank that has just waited has
+    # queued for none
     queued = [x for q in window.ranks if (x := case.snapshot.ranks[q].queued_share) is not None]
-    computes = case.busy and phase in ("forward", "backward", "optimizer")
+    starved = [x for r in case.snapshot.ranks.values() if (x := r.workers_starved) is not None]
+    computes = case.busy and phase != "other" and not (phase == "data" and starved)
     queued_ms = max(queued) * subset.step_ms if queued and computes else 0.0
     sized = _by_size(window, subset)  # no chance, nor a load of the host
     known = sized is not None or reported  # what was reported is kept while much of it lasts
     share = limits.pauses_share if known else limits.rotating_share
     jitter = subset.gain_ms - (queued_ms if sized is None else 0.0) < max(2 * limits.jitter_ms, share * subset.step_ms)
     at_limit = phase == "data" and 1.0 - least_fetching(case.snapshot) < limits.rotating_share
-    starved = max((r.workers_starved or 0.0 for r in case.snapshot.ranks.values()), default=0.0) > limits.starved
-    lacks_cpu = phase == "data" and case.busy and starved
+    lacks_cpu = phase == "data" and case.busy and max(starved, default=0.0) > limits.starved
     slower_core = sized is None and ratio < limits.shares[0 if case.busy else 1][0]  # or one that others use
     if jitter or at_limit or lacks_cpu or slower_core or _meet_rarely(window, subset):
         return None

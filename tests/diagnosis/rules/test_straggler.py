@@ -676,6 +676,7 @@ def test_most_ranks_are_slow_if_they_receive_more_than_the_few_others(
         ("backward", 0.4, None, False),
         ("backward", (0.8, 0.0, 0.0), None, False),  # the others have just waited for it: they queued before
         ("other", 0.4, None, True),  # what sleeps between steps needs no CPU
+        ("data", 0.4, None, False),
         ("data", 0.4, 0.02, True),
         ("data", 0.4, 0.7, False),  # the workers of a loader wait for a CPU, too
     ],
