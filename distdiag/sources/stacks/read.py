@@ -17,6 +17,7 @@ MAX_FRAMES = 1024  # of one thread; Python's own limit of recursion is 1,000
 MAX_THREADS = 1024
 # a launcher's prefix may end in a space, which is left in the line
 _PROCESS = bounded(r"^ ?Process (\d+)(?:: |$)(?:.{0,4000}--local[-_]rank[= ](?P<local>\d{1,6})\b)?")
+_PARENT = bounded(r"^ ?Parent Process (\d+)(?:: |$)")  # of py-spy dump --subprocesses
 _SPY_THREAD = bounded(r'^ ?Thread (?:0x[0-9A-Fa-f]+|\d+) \((idle|active)[^)]{0,40}\)(?:: "(.{0,200})")?')
 _SPY_FRAME = re.compile(r"^ {4,5}(\S.*) \((\S.*):(\d{1,9})\)$")
 _NATIVE = re.compile(r"^(?: {4,5}(\S.*) \([^():]*\)$|#\d+ +(?:0x[0-9a-f]+ in )?(\S.*?) \()")
@@ -118,10 +119,13 @@ def from_text(text: str, dead: bool = True) -> list[Process]:
 def _processes(lines: list[str], rank: int | None, local: int | None, dead: bool) -> Iterator[Process]:
     """Yield the processes; without a line that names the next, the first thread of a dump follows the last of a main thread's frames."""
     found: list[tuple[int, int | None, list[_Open]]] = [(0, local, [_Open()])]
+    parents: dict[int, int] = {}
     for line in lines:
         _, local, threads = found[-1]
         if m := _PROCESS.match(line):
             found.append((int(m[1]), int(m["local"]) if m["local"] else local, [_Open()]))
+        elif m := _PARENT.match(line):
+            parents[found[-1][0]] = int(m[1])
         elif m := _SPY_THREAD.match(line):
             threads.append(_Open(m[2] or "", m[1] == "idle"))
         elif m := _THREAD.match(line):
@@ -151,7 +155,7 @@ def _processes(lines: list[str], rank: int | None, local: int | None, dead: bool
             if t.frames
         ]
         if stacks:
-            yield Process(pid, tuple(stacks), rank, here)
+            yield Process(pid, tuple(stacks), rank, here, parents.get(pid, 0))
 
 
 class _Open:
