@@ -188,7 +188,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
         return sorted(printed.values(), key=lambda f: f.severity != Severity.ERROR)[:MAX_FINDINGS], None
     waited: dict[int, Fact] = {}
     for f in found.facts:
-        if f.role in WAITED and f.rank is not None:
+        if (f.role in WAITED or f.name == "clients") and f.rank is not None:
             waited.setdefault(f.rank, f)
     reported = reports.findings(found)
     own, late = failures.of_messages(found)
