@@ -83,6 +83,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found.past += past
     later.name_shared_stores(found, reader.later)
     ends = reader.later
+    found.facts = [f for f in found.facts if f.name != "oom_caught" or f.line > ends.stepped_at.get(f.path, 0)]
     of_job = {key: loss for key, loss in ends.loss.items() if key[0] not in ends.tests}
     found.losses, found.took, found.steps, found.began = of_job, ends.took, bool(ends.progress), ends.began
     found.over, found.tests, found.ended = ends.over, ends.tests, ends.ended(found.unknown)
@@ -260,6 +261,10 @@ def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
 def _after_caught(finding: Finding, found: Collected) -> Finding:
     """Return a finding on ranks that parted from the others, with the exception after which the one culprit, and it alone, went on."""
     caught = [f for f in found.past if f.name == "exception" and f.doubtful and f.rank is not None]
+    for f in found.named("oom_caught"):
+        if f.rank is None and len(found.on_host) < 2:
+            f.rank = f.number("gpu") or None  # with one GPU visible to each rank, all call it GPU 0
+        caught.append(f)
     waits = [w for w in found.facts if w.role in WAITED and w.rank is not None]
     if (
         found.recorded
@@ -273,8 +278,9 @@ def _after_caught(finding: Finding, found: Collected) -> Finding:
     found.past = [p for p in found.past if p not in caught]
     message = f"rank {f.rank} {failures.text_of(f, MEANINGS[f.name])}{at(f.site)} (line {f.line:,}{_of_file(f)}) and went on, which is the likely first cause: {finding.message}"
     evidence = (f"{f.path}:{f.line}", *finding.evidence)
+    advice = AFTER_CAUGHT if f.name == "exception" else MEANINGS[f.name].advice
     return msgspec.structs.replace(
-        finding, message=message, advice=f"{AFTER_CAUGHT}; else {finding.advice}", evidence=evidence
+        finding, message=message, advice=f"{advice}; else {finding.advice}", evidence=evidence
     )
 
 
