@@ -231,15 +231,17 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
 
 
 def _network_first(found: Collected) -> list[Finding]:
-    """Return the finding on a network that failed for ranks before any other rank timed out: those waited for them."""
+    """Return the finding on a network that failed for ranks before any other rank timed out, or where none did: those waited for them."""
     lost = {f.rank for f in found.named("ib", "efa")} - {f.rank for f in found.named("timeout")} - {None}
     timed = [f for f in found.facts if f.role in WAITED and f.who.at is not None]  # a repeated text may have no time
-    waits = [f for f in timed if f.role is Role.WAIT and f.rank not in lost]
-    if not waits or not any(f.rank in lost and all(earlier(f, w) for w in waits) for f in timed):
-        return []
+    all_waits = [f for f in found.facts if f.role is Role.WAIT]
+    waits, then = [f for f in timed if f.role is Role.WAIT and f.rank not in lost], ""
     ranks = sorted({f.rank for f in waits if f.rank is not None})
-    in_what = failures.in_what([f for f in waits if f.name == "timeout"] or waits)
-    then = f"; {rank_list(ranks) if ranks else 'others'} then {in_what}"
+    if waits and any(f.rank in lost and all(earlier(f, w) for w in waits) for f in timed):
+        in_what = failures.in_what([f for f in waits if f.name == "timeout"] or waits)
+        then = f"; {rank_list(ranks) if ranks else 'others'} then {in_what}"
+    elif not all_waits or any(f.rank not in lost for f in all_waits):  # else the watchdogs report "an error or timeout"
+        return []
     rdma = [row for row in rows.LOST_ROWS if row.names in ("ib", "efa")]
     return [
         msgspec.structs.replace(f, message=f.message + then, victims=tuple(sorted({*f.victims, *ranks})))
