@@ -312,7 +312,7 @@ SYNC = INSIDE.format("_sync_ddp_if_available") + INSIDE.format("log")
     ("inside", "line", "do"),
     [
         (SYNC, 31, "call self.log(sync_dist=True) on all ranks"),
-        ("", 31, "make the call at fit.py:31 in step on all ranks or on none; else compare"),
+        ("", 31, "make the call at fit.py:31 in step on all ranks or on none; else look for a condition on rank 0"),
         ("", 40, "look for a collective in what only rank 0 does"),  # at one line
     ],
 )

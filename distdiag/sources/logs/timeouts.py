@@ -10,7 +10,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of
+from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of, same_calls
 from distdiag.sources.logs.facts import Collected
 from distdiag.sources.logs.join import absent_ranks, before, first_site, known_ranks
 from distdiag.sources.logs.message import Role
@@ -325,8 +325,9 @@ def _different(
     culprits = fewer(sides.values())
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
     do = _only_there(waiting, culprits) if cause == "op" and not gathers(waiting) else ""
+    compare = "compare what these ranks call there: the same operation with the same size on every rank"
     return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits)}",
-                 f"{do}compare what these ranks call there: the same operation with the same size on every rank{_of_sizes(_op(waiting)) if cause == 'shape' else ''}", culprits, f"mismatch/{cause}")  # fmt: skip
+                 f"{do}{compare if cause == 'shape' else same_calls(culprits)}{_of_calls(waiting)}", culprits, f"mismatch/{cause}")  # fmt: skip
 
 
 def _only_there(waiting: Waits, culprits: Collection[int]) -> str:
@@ -342,9 +343,10 @@ def _only_there(waiting: Waits, culprits: Collection[int]) -> str:
     return only_there if {*culprits} == {0} else ""
 
 
-def _of_sizes(op: str) -> str:
-    """Return the most common reason for which the sizes of an operation differ."""
-    return OF_PARAMETERS if op == "all_gather_into_tensor" else meanings.OF_BATCH if op in _GATHERS else ""
+def _of_calls(waiting: Waits) -> str:
+    """Return the most common reason for which the operations of ranks, or their sizes, differ."""
+    ops = {w.op for w in waiting.values()}
+    return OF_PARAMETERS if "all_gather_into_tensor" in ops else meanings.OF_BATCH if ops <= {*_GATHERS} else ""
 
 
 def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:
