@@ -96,6 +96,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
 
     for key, line in ends.fatal.items():
         found.fatal.setdefault((key[0], rank_of(*key)), line)
+    found.nameless = ends.nameless(*found.files) if len(found.files) == 1 else ""
     for lines, of_rank in ((ends.said, found.said), (ends.earlier, found.earlier)):
         for key, text in lines.items():
             if (rank := rank_of(*key)) is not None and (clean := later.PREFIX.sub("", text).strip()):
