@@ -119,13 +119,11 @@ def from_text(text: str, dead: bool = True) -> list[Process]:
 def _processes(lines: list[str], rank: int | None, local: int | None, dead: bool) -> Iterator[Process]:
     """Yield the processes; without a line that names the next, the first thread of a dump follows the last of a main thread's frames."""
     found: list[tuple[int, int | None, list[_Open]]] = [(0, local, [_Open()])]
-    parents: dict[int, int] = {}
+    parents = dict(_parents(lines))
     for line in lines:
         _, local, threads = found[-1]
         if m := _PROCESS.match(line):
             found.append((int(m[1]), int(m["local"]) if m["local"] else local, [_Open()]))
-        elif m := _PARENT.match(line):
-            parents[found[-1][0]] = int(m[1])
         elif m := _SPY_THREAD.match(line):
             threads.append(_Open(m[2] or "", m[1] == "idle"))
         elif m := _THREAD.match(line):
@@ -156,6 +154,16 @@ def _processes(lines: list[str], rank: int | None, local: int | None, dead: bool
         ]
         if stacks:
             yield Process(pid, tuple(stacks), rank, here, parents.get(pid, 0))
+
+
+def _parents(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield the pids of processes and of their parents."""
+    pid = 0
+    for line in lines:
+        if m := _PROCESS.match(line):
+            pid = int(m[1])
+        elif m := _PARENT.match(line):
+            yield pid, int(m[1])
 
 
 class _Open:
