@@ -47,8 +47,9 @@ ACTIVITIES = (  # in the order in which lines are searched for them
     ),
     Activity(
         word="process", within=("socket",), does="waits for a process that it started", shown="waiting for a process",
-        do="see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks continue without it; a process whose output "
-        "goes to a pipe that nobody reads (`stdout=PIPE`, then `wait()`) stops once that is full: use `communicate()`",
+        do="see what that process does (`ps --ppid PID`), and give the call a timeout; or let all ranks continue without it; a process that asks "
+        "for input hangs if it shares the rank's stdin (`stdin=DEVNULL`, ffmpeg's `-nostdin`), and one whose output goes to a pipe that nobody reads "
+        "(`stdout=PIPE`, then `wait()` instead of `communicate()`) once that is full",
         refines=r"\bsubprocess\.|\bPopen\b|\.communicate\(|\bos\.system\(|\b(p|popen|proc\w*|child\w*)\.wait\(",
     ),
     Activity(

@@ -35,6 +35,32 @@ def test_an_exception_after_which_one_rank_went_on_is_the_likely_cause_if_that_r
     assert not any("bad sample" in note for note in report.notes)
 
 
+def caught_oom(gpu: int) -> str:
+    return f"2031-01-01 00:00:00 | WARNING | trainer | ran out of memory, skipping batch: CUDA out of memory. Tried to allocate 2.00 GiB (GPU {gpu}; 31.7 GiB total capacity)\n"
+
+
+def test_a_caught_lack_of_memory_is_the_likely_cause_if_that_rank_parts(tmp_path: Path) -> None:
+    f = only(diagnose(tmp_path, STEPS + caught_oom(1) + APART))
+    assert about(f) == ("mismatch", "op", (1,), (0, 2, 3)) and f.certainty == "suspected"
+    assert f.message.startswith(
+        "rank 1 ran out of memory on GPU 1 (line 33) and went on, which is the likely first cause"
+    )
+    assert f.advice.startswith("let an out-of-memory error end all ranks")
+
+
+@pytest.mark.parametrize(
+    "before",
+    [caught_oom(2), caught_oom(1) + caught_oom(2), caught_oom(1) + STEPS, caught_oom(0)],
+    ids=["another", "two", "long_ago", "perhaps_of_any"],
+)
+def test_a_caught_lack_of_memory_of_others_or_long_before_is_no_cause(tmp_path: Path, before: str) -> None:
+    assert "ran out of memory" not in only(diagnose(tmp_path, STEPS + before + APART)).message
+
+
+def test_a_job_that_skips_batches_without_memory_is_healthy(tmp_path: Path) -> None:
+    assert not diagnose(tmp_path, STEPS + caught_oom(1) + STEPS).findings
+
+
 @pytest.mark.parametrize(
     "errors",
     [
@@ -119,7 +145,7 @@ def test_a_file_named_by_a_host_is_of_that_host(tmp_path: Path) -> None:
 
 def test_a_bus_error_of_a_loaders_worker_does_not_prove_that_shared_memory_was_full(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, raised(3, "RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. It is possible that workers are out of shared memory")))  # fmt: skip
-    assert "rank 3 probably found /dev/shm full" in f.message
+    assert "rank 3 had a bus error or no shared memory (most often a full /dev/shm)" in f.message
 
 
 def test_a_job_that_ended_well_is_not_told_how_to_see_a_hang(tmp_path: Path) -> None:

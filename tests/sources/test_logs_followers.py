@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sources.test_logs import diagnose, only, raised, table, timeout
+from tests.sources.test_logs import about, counters, diagnose, only, raised, table, timeout
 
 WORKER = "(Worker pid={pid}, ip=10.4.0.{n}) {host}:{pid}:{pid} [0] "
 REFUSED = "misc/socket.cc:52 NCCL WARN Call to connect to {peer}<4071> failed : Connection refused\n"
@@ -229,3 +229,12 @@ def test_a_parent_that_waits_for_its_worker_only_follows(tmp_path: Path, label: 
     f = only(diagnose(tmp_path, _raised_in(worker, "/v/triton/cache.py", FULL_DISK) + waits))
     assert f.message.startswith(f"{label} pid=33 raised OSError") and f.culprits == culprits
     assert "which worker did not answer is not in the log" in only(diagnose(tmp_path, waits)).message
+
+
+def test_watchdogs_that_report_an_error_of_the_network_show_no_timeout(tmp_path: Path) -> None:
+    """Their line is `either an error or timeout`, and no rank reports a timeout."""
+    text = "".join(f"[rank{r}] step {r} loss 2.1\n[rank{r}]: {RDMA}" + counters(r, 40, 41, 39) for r in (1, 2))
+    f = only(diagnose(tmp_path, text))
+    assert about(f) == ("rank_lost", "silent", (), (1, 2)) and "RDMA connection to 10.8.0.6" in f.message
+    f = only(diagnose(tmp_path, text + counters(0, 40, 41, 39)))
+    assert f.kind == "stall", "rank 0 may have waited for another reason"

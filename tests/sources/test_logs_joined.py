@@ -296,6 +296,19 @@ def test_a_local_rank_is_a_rank_where_the_launcher_gives_the_node_s_first(tmp_pa
     assert mixed.message.startswith("local rank 2 had") and mixed.certainty == "suspected"
 
 
+def test_a_pid_in_the_kernels_log_of_a_host_is_the_rank_that_its_launcher_started(tmp_path: Path) -> None:
+    nodes = "".join(f"w-{n}: [INFO] [launch.py:164:main] nnodes=2, num_local_procs=4, node_rank={n}\n" for n in (0, 1))
+    nodes += "w-0: [INFO] [launch.py:162:main] global_rank_mapping={'w-0': [0, 1, 2, 3], 'w-1': [4, 5, 6, 7]}\n"
+    (tmp_path / "train.log").write_text(
+        nodes + SPAWNED.format("w-0", 71, 0) + SPAWNED.format("w-1", 71, 2) + timeout(0)
+    )
+    (tmp_path / "w-1-dmesg.txt").write_text(
+        "[Mon Mar  3 16:50:54 2031] Out of memory: Killed process 71 (python3) total-vm:9kB\n"
+    )
+    report = diagnose_logs([str(tmp_path)])
+    assert report is not None and only(report).message.startswith("rank 6 on w-1 was killed")
+
+
 def test_the_node_with_another_master_is_named_by_its_file(tmp_path: Path) -> None:
     for node, master in (("n1", "n1"), ("n4", "n3")):
         (tmp_path / f"{node}.log").write_text(f"+ export MASTER_ADDR={master} MASTER_PORT=29500\n")
@@ -311,6 +324,16 @@ def test_the_node_with_another_master_is_named_by_its_file(tmp_path: Path) -> No
     assert (
         "its master address is n3, n1.log's is n1" in only(report).message and "one MASTER_ADDR" in only(report).advice
     )
+
+
+def test_the_rank_that_serves_the_store_waited_in_vain_for_one_that_failed(tmp_path: Path) -> None:
+    late = raised(
+        0, "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. 2/3 clients joined."
+    )
+    late += raised(1, "torch.distributed.DistNetworkError: failed to recv, got 0 bytes")
+    f = only(diagnose(tmp_path, raised(2, "ImportError: undefined symbol: x") + late))
+    assert about(f) == ("rank_lost", "crashed", (2,), (0, 1))
+    assert "ranks 0, 1 then waited in vain for all ranks to join or failed while connecting" in f.message
 
 
 def test_the_one_host_of_the_failed_ranks_is_named(tmp_path: Path) -> None:

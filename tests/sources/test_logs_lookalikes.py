@@ -70,7 +70,7 @@ def test_a_failure_that_every_attempt_repeats(tmp_path: Path) -> None:
     [
         ("[rank1]: Last error:\n[rank1]: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000\n", (0, 1), "share one GPU"),
         ("h1:9:9 [0] bootstrap.cc:131 NCCL WARN Bootstrap Root : rank 1 of 8 ranks has already checked in\n", (1,), "exists twice"),
-        ("RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.\n", (), "/dev/shm full"),
+        ("RuntimeError: DataLoader worker (pid 5) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.\n", (), "full /dev/shm"),
         ("A worker died or was killed while executing a task by an unexpected system error. Worker IP address: 10.1.1.9 Worker port: 1 Worker PID: 71 Worker exit type: SYSTEM_ERROR\n", (), "process 71 on 10.1.1.9"),
         ("[rank2]: RuntimeError: CUDA error: device-side assert triggered\n", (2,), "device-side assert"),
     ],

@@ -312,7 +312,7 @@ SYNC = INSIDE.format("_sync_ddp_if_available") + INSIDE.format("log")
     ("inside", "line", "do"),
     [
         (SYNC, 31, "call self.log(sync_dist=True) on all ranks"),
-        ("", 31, "make the call at fit.py:31 in step on all ranks or on none; else compare"),
+        ("", 31, "make the call at fit.py:31 in step on all ranks or on none; else look for a condition on rank 0"),
         ("", 40, "look for a collective in what only rank 0 does"),  # at one line
     ],
 )
@@ -322,3 +322,25 @@ def test_a_rank_that_is_alone_in_a_call(tmp_path: Path, inside: str, line: int, 
     f = only(diagnose(tmp_path, text))
     assert (f.kind, f.culprits) == ("mismatch", (0,)) and f.advice.startswith(do)
     assert ("rank_zero_only=True and sync_dist=False" in f.advice) is bool(inside)
+
+
+def test_a_rank_whose_operation_differs_is_named_in_what_to_do(tmp_path: Path) -> None:
+    text = "".join(timeout(r, op="_ALLGATHER_BASE") for r in (0, 1, 3)) + timeout(2, op="_REDUCE_SCATTER_BASE")
+    f = only(diagnose(tmp_path, text))
+    assert (f.kind, f.cause, f.culprits) == ("mismatch", "op", (2,))
+    assert f.advice.startswith("look for a condition on rank 2, or on its data") and "ZeRO-3" in f.advice
+
+
+@pytest.mark.parametrize("late", [(0,), (0, 2)])
+def test_the_last_line_without_a_rank_is_most_likely_of_rank_0_if_it_is_late(
+    tmp_path: Path, late: tuple[int, ...]
+) -> None:
+    text = "using world size: 8, data-parallel size: 8\n> building the shuffle index for 9 files ...\n"
+    report = diagnose(tmp_path, text + "".join(timeout(r) for r in range(8) if r not in late))
+    f = only(report)
+    assert (f.kind, f.culprits, report.world_size) == ("timeout", late, 8)
+    assert "most likely of rank 0, is `> building the shuffle index for 9 files ...`" in f.message
+    assert f.advice.startswith("if rank 0 was still preparing data") and "did not make" not in f.advice
+    assert f.advice.endswith("whether they came to that call" if len(late) > 1 else "whether it came to that call")
+    other = only(diagnose(tmp_path, text + "".join(timeout(r) for r in range(8) if r != 3)))
+    assert other.culprits == (3,) and "shuffle index" not in other.message

@@ -764,3 +764,49 @@ def test_a_number_in_a_file_s_name_is_its_rank_only_among_others(
         (tmp_path / name).write_text(FAULT)
     report = diagnose_stacks([str(tmp_path)])
     assert report is not None and report.world_size == report.ranks_seen == len(ranks)
+
+
+LOADER = """Process 50: /x/python -u train.py
+Thread 50 (idle): "MainThread"
+    Queue.get (multiprocessing/queues.py:113)
+    _MultiProcessingDataLoaderIter._try_get_data (torch/utils/data/dataloader.py:1291)
+    validate (train.py:81)
+    <module> (train.py:111)
+"""
+WORKER = """Process 57: /x/python -u train.py{parent}
+Thread 57 (idle): "MainThread"
+    Tiles.decode (tiles.py:46)
+    _MapDatasetFetcher.fetch (torch/utils/data/_utils/fetch.py:54)
+    _worker_loop (torch/utils/data/_utils/worker.py:374)
+    BaseProcess._bootstrap (multiprocessing/process.py:314)
+    Popen._launch (multiprocessing/popen_fork.py:71)
+    validate (train.py:81)
+    <module> (train.py:111)
+"""
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        {"rank0": LOADER + WORKER.format(parent="\nParent Process 50: /x/python -u train.py")},
+        {"rank0": LOADER, "others": WORKER.format(parent="\nParent Process 50: /x/python -u train.py")},
+        {"rank0": LOADER, "rank0_worker": WORKER.format(parent="")},
+        {"rank0": LOADER + WORKER.format(parent="")},
+    ],
+    ids=["subprocesses", "by_parent", "by_file_name", "one_file"],
+)
+def test_the_line_of_a_loaders_worker_is_shown_with_the_rank_that_waits_for_it(
+    tmp_path: Path, texts: dict[str, str]
+) -> None:
+    report = diagnose_stacks([str(write(tmp_path, **texts, rank1=FAULT, rank2=FAULT))])
+    assert report is not None and report.ranks_seen == 3
+    (finding,) = report.findings
+    assert (finding.kind, finding.cause, finding.culprits) == ("stall", "data", (0,))
+    assert "its worker is at tiles.py:46 in decode" in finding.message
+    assert finding.advice.startswith("check that line of the dataset") and "if it takes a lock" in finding.advice
+
+
+def test_the_worker_of_another_process_is_of_no_rank(tmp_path: Path) -> None:
+    text = LOADER + WORKER.format(parent="\nParent Process 99: /x/python -u other.py")
+    report = diagnose_stacks([str(write(tmp_path, rank0=text, rank1=FAULT, rank2=FAULT))])
+    assert report is not None and "worker" not in report.findings[0].message

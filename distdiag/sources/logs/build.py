@@ -8,6 +8,7 @@ from typing import Any
 from distdiag.diagnosis.kinds import KINDS
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Site
+from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, shortened, where_at
 from distdiag.diagnosis.text.template import Template
 from distdiag.sources.logs.facts import Collected, Fact
@@ -102,6 +103,12 @@ def who(facts: Collection[Fact], subject: str = "a rank") -> str:
     noun = subject.removeprefix("a ")
     one = "the node" if noun == "node" else subject
     return f"{f'the {noun}s' if len(files) > 1 else one} of {some([*files])}"
+
+
+def same_calls(ranks: Collection[int]) -> str:
+    """Return what to do where these ranks, if they are known, made another call than the others."""
+    who, its = (rank_list(sorted(ranks)), verb(ranks, "its", "their")) if ranks else ("the rank", "the rank's")
+    return f"look for a condition on {who}, or on {its} data, before that call; all ranks must make the same calls in the same order"
 
 
 def fewer(sides: Iterable[Collection[int]]) -> Collection[int]:

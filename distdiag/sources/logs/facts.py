@@ -181,6 +181,7 @@ class Collected:
     bars: dict[Path, str] = field(default_factory=dict)  # the progress bar that moved on while ranks of a file waited
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
     earlier: dict[int, str] = field(default_factory=dict)  # its last one before the first failure in its file
+    nameless: str = ""  # the last line without a rank before the first failure, in the only file; no step
     fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
     well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well

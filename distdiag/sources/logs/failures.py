@@ -454,6 +454,8 @@ def _how(f: Fact) -> str:
         return "timed out waiting"
     if f.name == "nccl_error" or library(f) == "HCCL":
         return f"failed with {library(f)} errors"
+    if f.name == "clients":
+        return "waited in vain for all ranks to join"
     if f.name != "dist_error" or CONNECTION_LOST.search(f.fields.get("what", "")) is not None:
         return "lost {its}"
     return f"failed {'while connecting' if f.fields.get('type') in _OF_STORE else 'in torch.distributed'}"

@@ -60,9 +60,11 @@ def join(found: Collected) -> Collected:
         is_task = max(tasks, default=0) > 0 or f.who.padded or str(f.who.task) in ended_tasks
         if f.rank is None and not found.per_node and is_task and f.name != "exit_tasks":
             f.rank = f.who.task
-        on_node = f.who.local if f.who.local is not None else found.local_of.get((f.who.label, f.fields.get("pid", "")))
+        label = f.who.label or f.who.host  # a launcher's label is most often its host
+        on_node = f.who.local if f.who.local is not None else found.local_of.get((label, f.fields.get("pid", "")))
         if f.rank is None and on_node is not None:
-            first = found.first_rank.get((f.path, f.who.label), -1)
+            first = {n for (path, of), n in found.first_rank.items() if of == label and (of or path == f.path)}
+            first = min(first) if len(first) == 1 else -1
             if first >= 0 and is_rank(first + on_node):
                 f.rank = first + on_node
             elif f.who.local is None or len(found.files) == 1:

@@ -141,6 +141,7 @@ class Later:
     fatal: dict[tuple[Path, int | None, int | None], tuple[int, str]] = field(default_factory=dict)  # as `said`
     stepped: set[tuple[Path, int | None, int | None]] = field(default_factory=set)  # those with progress, from the end
     began: bool = False  # there is progress before a failure
+    stepped_at: dict[Path, int] = field(default_factory=dict)  # the last line of progress before a failure
     over: dict[Path, tuple[int, str]] = field(default_factory=dict)  # as in `Collected`
     tests: set[Path] = field(default_factory=set)  # files that end with the summary of pytest
     _head: bytes = b""
@@ -230,6 +231,8 @@ class Later:
     def _before(self, path: Path, number: int, text: str, progress: re.Match[str] | None) -> None:
         """Note what a line before the first failure shows: progress, or that the work was done by then."""
         self.began = self.began or progress is not None
+        if progress:
+            self.stepped_at.setdefault(path, number)
         if progress or number <= self.restarts.get(path, 0):
             self.over.setdefault(path, (0, ""))
         elif path not in self.over and any(s in ("job", "file", "part") and regex.search(text) for s, regex in _WELL):
@@ -243,6 +246,11 @@ class Later:
             self.said.setdefault(key, text)
             if before and _OF_LIBRARY.search(text) is None:
                 self.earlier.setdefault(key, "" if key in self.stepped else text)
+
+    def nameless(self, path: Path) -> str:
+        """Return the last line of a file before its first failure that names no rank; empty if it shows a step, or steps followed."""
+        text = self.earlier.get((path, None, None), "")
+        return "" if _progress(text) else PREFIX.sub("", text).strip()
 
     def _loss(self, path: Path, number: int, text: str, who: Writer) -> None:
         if "oss" not in text or (m := _LOSS.search(text)) is None:

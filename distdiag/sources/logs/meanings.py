@@ -82,6 +82,10 @@ GOES_FIRST = (
     "init_process_group, InitProcessGroupKwargs, ddp_timeout); if it takes seconds as a rule, see why {who} did not leave {where}"
 )
 GOES_ON = "do that work before the job starts (tokenize, download), with several processes (num_proc, preprocessing_num_workers), or on all ranks; or give the group a longer timeout (init_process_group, ddp_timeout)"
+PREPARING = (
+    "if {who} was still preparing data: do that once before the job starts (build the index, tokenize, download), or give the group a longer "
+    "timeout (init_process_group, ddp_timeout, --distributed-timeout-minutes); else "
+)
 SAVING = (
     "if {who} was still saving: give the group a longer timeout (init_process_group), or let each rank save its own part, asynchronously or to "
     "faster storage; else "

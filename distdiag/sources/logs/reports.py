@@ -10,7 +10,7 @@ import msgspec
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
-from distdiag.sources.logs.build import fewer, finding, ranks_of, some
+from distdiag.sources.logs.build import fewer, finding, ranks_of, same_calls, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import WAITED, first_site
 from distdiag.sources.logs.meanings import OF_BATCH
@@ -123,7 +123,8 @@ def analyzed(found: Collected, waits: list[Finding]) -> list[Finding]:
     victims = {r for f in waits for r in (*f.culprits, *f.victims)} - named
     few = 2 * len(named) < max(found.world_size or 0, len(victims | named), 3)  # it compares all with the first one
     cause = _ANALYZED[facts[0].fields["error"]]
-    advice = f"compare what these ranks call there: the same operation with the same size on every rank{OF_BATCH if cause == 'shape' else ''}"
+    compare = f"compare what these ranks call there: the same operation with the same size on every rank{OF_BATCH}"
+    advice = compare if cause == "shape" else same_calls(named if few else ())
     message = f"the ranks made different calls in one collective, {what}"
     return [finding("mismatch", cause, facts, message, advice, culprits=named if few else (), victims=victims | named)]
 
@@ -203,9 +204,8 @@ def _fingerprints(facts: list[Fact]) -> Finding:
     skipped = "; their numbers differ, so one rank has made one call more or fewer before"
     numbers_differ = len({c["number"] for c in (a, b) if "number" in c}) > 1
     message = f"ranks made different calls in one collective: {', '.join(texts)}{skipped * numbers_differ}{at(site)}"
-    advice = "look for a condition on the rank, or on the rank's data, before that call; all ranks must make the same calls in the same order"
     call = CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None
-    return _differ("mismatch", cause, facts, sides.values(), message, advice, collective=call)
+    return _differ("mismatch", cause, facts, sides.values(), message, same_calls(culprits), collective=call)
 
 
 def _model(facts: list[Fact], message: str, advice: str, proved: bool, culprits: Iterable[int] = ()) -> Finding:

@@ -10,7 +10,7 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of
+from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of, same_calls
 from distdiag.sources.logs.facts import Collected
 from distdiag.sources.logs.join import absent_ranks, before, first_site, known_ranks
 from distdiag.sources.logs.message import Role
@@ -37,6 +37,10 @@ PATH = (
 
 # what the last line of a late rank shows of its work
 _DID = (
+    (
+        bounded(r"(?i:\b(?:build\w{0,3}\b.{0,60}\bind(?:ex|ices)\b|(?:tokeniz|preprocess|download)ing\b))"),
+        meanings.PREPARING,
+    ),
     (bounded(r"(?i:\b(?:sav(?:e|ing)|checkpoint|upload)|safetensors\b|\.(?:pt|ckpt|distcp)\b)"), meanings.SAVING),
     (bounded(r"(?i:\bearly[ _-]?stop)"), meanings.STOPS_EARLY),
     (bounded(r"AUTOTUNE\b|torch[._/]_?(?:dynamo|inductor)\b|(?i:compil(?:ing|ation))\b"), meanings.COMPILING),
@@ -69,14 +73,20 @@ def _chain(found: Collected, by_group: Mapping[Group, Waits]) -> Finding | None:
             texts.append(
                 f"{rank_list(ranks)} in {_op(waits) or 'a collective'} ({label(group)}), without {rank_list(sorted(missing[group]))}"
             )
-    who, said = rank_list(late), last_words(found, late)
+    who, said = rank_list(late), _said(found, late)
     return _timed_out(("", ""), waiting, f"{who} reported no timeout, and may be what the others wait for: {'; '.join(texts[:3])}{said}",
-                 f"{_of_work(said, who)}read the log of {who}, and see its GPU and host; take {verb(late, 'its', 'their')} stack the next time: it did not make the call", late)  # fmt: skip
+                 f"{_of_work(said, late)}read the log of {who}, and see its GPU and host; take {verb(late, 'its', 'their')} stack the next time, to see whether {verb(late, 'it', 'they')} came to that call", late)  # fmt: skip
 
 
-def _of_work(said: str, who: str) -> str:
-    """Return what to do about the work that the last line of a late rank shows; empty if it shows none."""
-    return next((advice.format(who=who) for regex, advice in _DID if regex.search(said)), "")
+def _said(found: Collected, late: Collection[int]) -> str:
+    """Return the last line of the one late rank; else, as most programs print on rank 0 only, the last one without a rank, if rank 0 is late."""
+    likely = f"; the last line before that, most likely of rank 0, is `{shortened(found.nameless, 100)}`"
+    return last_words(found, late) or likely * (0 in late and bool(found.nameless))
+
+
+def _of_work(said: str, late: Collection[int]) -> str:
+    """Return what to do about the work that the last line of a late rank, of several rank 0, shows; empty if it shows none."""
+    return next((advice.format(who=f"rank {min(late)}") for regex, advice in _DID if regex.search(said)), "")
 
 
 def _missing(group: Group, waits: Waits) -> set[int]:
@@ -208,7 +218,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     absent = () if late or unknown else tuple(asked) or _absent(found, group, ranks)
     if late:
         who = rank_list(late)
-        return _timed_out(group, waiting, f"{start}, and {who} had issued only #{min(late.values()):,}{last_words(found, late)}",
+        return _timed_out(group, waiting, f"{start}, and {who} had issued only #{min(late.values()):,}{_said(found, late)}",
                      f"see what {who} did before{site}: a longer branch, a checkpoint, a data loader, an exception that was caught", late)  # fmt: skip
     if elsewhere:
         return _timed_out(group, waiting, start + elsewhere, "compare what leads to the two calls: a condition on the rank, an exception that was "
@@ -218,7 +228,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
         return _timed_out(group, waiting, f"{start}, inside {within}: they wait there until the rank that goes first has done its work",
                      meanings.GOES_FIRST.format(who="rank 0" if first else "the rank that goes first", where=within), first)  # fmt: skip
     if absent:
-        who = rank_list(absent)
+        who, they = rank_list(absent), verb(absent, "it", "they")
         if (came := _came_later(found, absent, waiting)) is not None:
             took = max((found.took[r] for r in absent if r in found.took), default=(0.0, ""))
             what = f" (it printed `{shortened(took[1], 80)}`)" if took[0] > LATE_S else ""
@@ -228,9 +238,9 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
             return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and a progress bar moved on while they waited, most likely that of {who} ({bar})",
                          meanings.GOES_ON, absent)  # fmt: skip
         said = "; that number was issued there, too: later, or as another call" * bool(asked)
-        said += last_words(found, absent)
+        said += _said(found, absent)
         return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and may be what they waited for{said}",
-                     f"{_of_work(said, who)}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time{'' if asked else ': it did not make the call' + site}", absent)  # fmt: skip
+                     f"{_of_work(said, absent)}read the log of {who}, and take {verb(absent, 'its', 'their')} stack the next time{'' if asked else f', to see whether {they} came to that call{site}'}", absent)  # fmt: skip
     all_known = known_ranks(found, ranks) <= set(ranks)
     if len(ranks) > 1 and (all_known or ranks == tuple(range(len(ranks)))):
         return _all_waited(group, waiting, start, limit_s, all_known)
@@ -325,8 +335,9 @@ def _different(
     culprits = fewer(sides.values())
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
     do = _only_there(waiting, culprits) if cause == "op" and not gathers(waiting) else ""
+    compare = "compare what these ranks call there: the same operation with the same size on every rank"
     return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits)}",
-                 f"{do}compare what these ranks call there: the same operation with the same size on every rank{_of_sizes(_op(waiting)) if cause == 'shape' else ''}", culprits, f"mismatch/{cause}")  # fmt: skip
+                 f"{do}{compare if cause == 'shape' else same_calls(culprits)}{_of_calls(waiting)}", culprits, f"mismatch/{cause}")  # fmt: skip
 
 
 def _only_there(waiting: Waits, culprits: Collection[int]) -> str:
@@ -342,9 +353,10 @@ def _only_there(waiting: Waits, culprits: Collection[int]) -> str:
     return only_there if {*culprits} == {0} else ""
 
 
-def _of_sizes(op: str) -> str:
-    """Return the most common reason for which the sizes of an operation differ."""
-    return OF_PARAMETERS if op == "all_gather_into_tensor" else meanings.OF_BATCH if op in _GATHERS else ""
+def _of_calls(waiting: Waits) -> str:
+    """Return the most common reason for which the operations of ranks, or their sizes, differ."""
+    ops = {w.op for w in waiting.values()}
+    return OF_PARAMETERS if "all_gather_into_tensor" in ops else meanings.OF_BATCH if ops <= {*_GATHERS} else ""
 
 
 def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:

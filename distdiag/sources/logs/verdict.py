@@ -83,6 +83,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found.past += past
     later.name_shared_stores(found, reader.later)
     ends = reader.later
+    found.facts = [f for f in found.facts if f.name != "oom_caught" or f.line > ends.stepped_at.get(f.path, 0)]
     of_job = {key: loss for key, loss in ends.loss.items() if key[0] not in ends.tests}
     found.losses, found.took, found.steps, found.began = of_job, ends.took, bool(ends.progress), ends.began
     found.over, found.tests, found.ended = ends.over, ends.tests, ends.ended(found.unknown)
@@ -95,6 +96,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
 
     for key, line in ends.fatal.items():
         found.fatal.setdefault((key[0], rank_of(*key)), line)
+    found.nameless = ends.nameless(*found.files) if len(found.files) == 1 else ""
     for lines, of_rank in ((ends.said, found.said), (ends.earlier, found.earlier)):
         for key, text in lines.items():
             if (rank := rank_of(*key)) is not None and (clean := later.PREFIX.sub("", text).strip()):
@@ -188,7 +190,7 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
         return sorted(printed.values(), key=lambda f: f.severity != Severity.ERROR)[:MAX_FINDINGS], None
     waited: dict[int, Fact] = {}
     for f in found.facts:
-        if f.role in WAITED and f.rank is not None:
+        if (f.role in WAITED or f.name == "clients") and f.rank is not None:
             waited.setdefault(f.rank, f)
     reported = reports.findings(found)
     own, late = failures.of_messages(found)
@@ -230,15 +232,17 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
 
 
 def _network_first(found: Collected) -> list[Finding]:
-    """Return the finding on a network that failed for ranks before any other rank timed out: those waited for them."""
+    """Return the finding on a network that failed for ranks before any other rank timed out, or where none did: those waited for them."""
     lost = {f.rank for f in found.named("ib", "efa")} - {f.rank for f in found.named("timeout")} - {None}
     timed = [f for f in found.facts if f.role in WAITED and f.who.at is not None]  # a repeated text may have no time
-    waits = [f for f in timed if f.role is Role.WAIT and f.rank not in lost]
-    if not waits or not any(f.rank in lost and all(earlier(f, w) for w in waits) for f in timed):
-        return []
+    all_waits = [f for f in found.facts if f.role is Role.WAIT]
+    waits, then = [f for f in timed if f.role is Role.WAIT and f.rank not in lost], ""
     ranks = sorted({f.rank for f in waits if f.rank is not None})
-    in_what = failures.in_what([f for f in waits if f.name == "timeout"] or waits)
-    then = f"; {rank_list(ranks) if ranks else 'others'} then {in_what}"
+    if waits and any(f.rank in lost and all(earlier(f, w) for w in waits) for f in timed):
+        in_what = failures.in_what([f for f in waits if f.name == "timeout"] or waits)
+        then = f"; {rank_list(ranks) if ranks else 'others'} then {in_what}"
+    elif not all_waits or any(f.rank not in lost for f in all_waits):  # else the watchdogs report "an error or timeout"
+        return []
     rdma = [row for row in rows.LOST_ROWS if row.names in ("ib", "efa")]
     return [
         msgspec.structs.replace(f, message=f.message + then, victims=tuple(sorted({*f.victims, *ranks})))
@@ -260,6 +264,10 @@ def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
 def _after_caught(finding: Finding, found: Collected) -> Finding:
     """Return a finding on ranks that parted from the others, with the exception after which the one culprit, and it alone, went on."""
     caught = [f for f in found.past if f.name == "exception" and f.doubtful and f.rank is not None]
+    for f in found.named("oom_caught"):
+        if f.rank is None and len(found.on_host) < 2:
+            f.rank = f.number("gpu") or None  # with one GPU visible to each rank, all call it GPU 0
+        caught.append(f)
     waits = [w for w in found.facts if w.role in WAITED and w.rank is not None]
     if (
         found.recorded
@@ -273,8 +281,9 @@ def _after_caught(finding: Finding, found: Collected) -> Finding:
     found.past = [p for p in found.past if p not in caught]
     message = f"rank {f.rank} {failures.text_of(f, MEANINGS[f.name])}{at(f.site)} (line {f.line:,}{_of_file(f)}) and went on, which is the likely first cause: {finding.message}"
     evidence = (f"{f.path}:{f.line}", *finding.evidence)
+    advice = AFTER_CAUGHT if f.name == "exception" else MEANINGS[f.name].advice
     return msgspec.structs.replace(
-        finding, message=message, advice=f"{AFTER_CAUGHT}; else {finding.advice}", evidence=evidence
+        finding, message=message, advice=f"{advice}; else {finding.advice}", evidence=evidence
     )
 
 

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from distdiag import guard
 from distdiag.diagnosis.model.findings import Report
+from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import no_source
 from distdiag.errors import DistdiagError
 from distdiag.sources.dumps.files import find, likely
@@ -67,28 +68,47 @@ def _judge(
                 data = file.read(MAX_BYTES)
             text = data.decode("utf-8", "replace")
             processes = from_json(data) if text.lstrip()[:1] == "[" and '"thread_id"' in text else from_text(text, dead)
-            found.append((path, [p for p in processes if not p.data_worker]))
+            found.append((path, processes))
         except (NoStacks, *guard.DAMAGED, OSError) as e:
             bad[str(path)] = str(e)[:200]
     announce(guard.TOGETHER, 0)
-    by_rank, notes = _by_rank([x for x in found if x[1]])
+    of_ranks = ((path, [p for p in own if not p.data_worker]) for path, own in found)
+    by_rank, notes = _by_rank([x for x in of_ranks if x[1]])
     if not by_rank:
         return None
     notes += [f"{path}: not read ({why})" for path, why in list(bad.items())[:4]]
-    seen = {rank: _seen(samples) for rank, samples in by_rank.items()}
+    workers = _workers(found, by_rank)
+    seen = {rank: _seen(samples, workers.get(rank, {})) for rank, samples in by_rank.items()}
     absent = sorted(set(range(max(seen) + 1)) - set(seen))
     unjudged = f"there is no stack of {len(absent)} ranks below rank {max(seen)}" if absent else None
     verdict = report(seen, no_source, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged)
     return replace(verdict, notes=(*verdict.notes, _NO_SOURCE)) if verdict.findings else verdict
 
 
-def _seen(samples: list[Process]) -> Seen:
+def _workers(
+    found: list[tuple[Path, list[Process]]], by_rank: Mapping[int, list[Process]]
+) -> dict[int, dict[object, Site | None]]:
+    """Return where the workers of each rank's data loader are: of their parent, else of the one rank in their file, or of its name."""
+    ranks = {p.pid: rank for rank, samples in by_rank.items() for p in samples if p.pid}
+    names = ranks_of(path for path, _ in found)
+    out: dict[int, dict[object, Site | None]] = {}
+    for path, own in found:
+        here = {ranks[p.pid] for p in own if p.pid in ranks}
+        for nth, p in enumerate(own):
+            of_file = p.rank if p.rank is not None else min(here) if len(here) == 1 else names.get(path)
+            rank = ranks.get(p.parent) if p.parent else of_file
+            if p.data_worker and rank is not None:
+                out.setdefault(rank, {})[p.pid or (path, nth)] = position(p.judged).site
+    return out
+
+
+def _seen(samples: list[Process], workers: Mapping[object, Site | None]) -> Seen:
     stack = samples[-1].judged
     where = position(stack)
     lines = {tuple((f.file, f.function, f.line) for f in p.judged.frames) for p in samples}
     return Seen(
         position=where, feeder=feeder(samples[-1], where), pid=samples[-1].pid or None, moved=len(lines) > 1, once=len(samples) == 1,
-        busy=stack.idle is False,
+        busy=stack.idle is False, workers=tuple(workers.values()) if where.activity == "data" else (),
     )  # fmt: skip
 
 

@@ -112,6 +112,7 @@ class Process(msgspec.Struct, frozen=True):
     threads: tuple[Stack, ...]
     rank: int | None = None
     local: int | None = None  # the rank on its node, by its command
+    parent: int = 0  # pid of the process that started it; 0 where not known
 
     @property
     def judged(self) -> Stack:

@@ -17,6 +17,7 @@ MAX_FRAMES = 1024  # of one thread; Python's own limit of recursion is 1,000
 MAX_THREADS = 1024
 # a launcher's prefix may end in a space, which is left in the line
 _PROCESS = bounded(r"^ ?Process (\d+)(?:: |$)(?:.{0,4000}--local[-_]rank[= ](?P<local>\d{1,6})\b)?")
+_PARENT = bounded(r"^ ?Parent Process (\d+)(?:: |$)")  # of py-spy dump --subprocesses
 _SPY_THREAD = bounded(r'^ ?Thread (?:0x[0-9A-Fa-f]+|\d+) \((idle|active)[^)]{0,40}\)(?:: "(.{0,200})")?')
 _SPY_FRAME = re.compile(r"^ {4,5}(\S.*) \((\S.*):(\d{1,9})\)$")
 _NATIVE = re.compile(r"^(?: {4,5}(\S.*) \([^():]*\)$|#\d+ +(?:0x[0-9a-f]+ in )?(\S.*?) \()")
@@ -118,6 +119,7 @@ def from_text(text: str, dead: bool = True) -> list[Process]:
 def _processes(lines: list[str], rank: int | None, local: int | None, dead: bool) -> Iterator[Process]:
     """Yield the processes; without a line that names the next, the first thread of a dump follows the last of a main thread's frames."""
     found: list[tuple[int, int | None, list[_Open]]] = [(0, local, [_Open()])]
+    parents = dict(_parents(lines))
     for line in lines:
         _, local, threads = found[-1]
         if m := _PROCESS.match(line):
@@ -151,7 +153,17 @@ def _processes(lines: list[str], rank: int | None, local: int | None, dead: bool
             if t.frames
         ]
         if stacks:
-            yield Process(pid, tuple(stacks), rank, here)
+            yield Process(pid, tuple(stacks), rank, here, parents.get(pid, 0))
+
+
+def _parents(lines: list[str]) -> Iterator[tuple[int, int]]:
+    """Yield the pids of processes and of their parents."""
+    pid = 0
+    for line in lines:
+        if m := _PROCESS.match(line):
+            pid = int(m[1])
+        elif m := _PARENT.match(line):
+            yield pid, int(m[1])
 
 
 class _Open:

@@ -18,7 +18,7 @@ from distdiag.diagnosis.culprit import ahead, paths
 from distdiag.diagnosis.culprit.verdict import judge as judge_graph
 from distdiag.diagnosis.model.findings import Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Site, Snapshot
-from distdiag.diagnosis.model.syntax import Source, no_source
+from distdiag.diagnosis.model.syntax import Source, line_at, no_source
 from distdiag.diagnosis.rules.stall import locked
 from distdiag.diagnosis.text.conditions import diverge_text
 from distdiag.diagnosis.text.finding import without_monitor
@@ -222,8 +222,18 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             waiting=wheres(s, waiting), worker=worker_text(first, _DOES["lock"] if held else "is") + feeds[0],
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
             does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
-            moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=DO["worker's lock"] if held else feeds[1] or _DO.get(word) or _LOOK,
+            moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=feeds[1] or _do(first, source),
         )  # fmt: skip
+
+
+def _do(r: RankState, source: Source) -> str:
+    """Return what to do about the work of a late rank, or of its data loader's worker, of which the line may not be known."""
+    worker = next((w for w in r.workers if w is not None), None) if r.activity == "data" else None
+    if worker is None:
+        return _DO.get(r.activity) or _LOOK
+    if locked(r.workers, source):
+        return DO["worker's lock"]
+    return DO["workers"] + ("" if line_at(worker, source) else "; if it takes a lock: " + DO["worker's lock"])
 
 
 def _feeds(other: Feeder | None) -> tuple[str, str]:

@@ -59,7 +59,7 @@ MESSAGES = (
     message("shm_full", C, ("creating shared memory segment", r"(?:NCCL WARN |^(?:\[[^\]]{0,60}\]:? ?){0,3})Error while creating shared memory segment"),
        ("insufficient shared memory", r"insufficient shared memory \(shm\)"),
        ("out of shared memory", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: Bus error"),
-       meaning=Meaning("rank_lost", "crashed", "probably found /dev/shm full", FULL_SHM), own=True, by_text=True),
+       meaning=Meaning("rank_lost", "crashed", "had a bus error or no shared memory (most often a full /dev/shm)", FULL_SHM), own=True, by_text=True),
     message("loader_killed", C, ("is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<signal>(?!Bus|Segm|Abort|Illegal|Float)\w[\w ]*)"),
        meaning=Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {signal})", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch")),
     message("loader_fault", C, ("is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<what>Segmentation fault|Aborted|Illegal instruction|Floating point exception)"),

@@ -35,6 +35,7 @@ MESSAGES = (
     message("world", F, ("RUNNING", r"^\s*\d{1,6}(?:\s{1,12}\d{1,7}){3}\s{1,12}(?P<world>\d{1,7})\s{1,12}\d{1,7}\s{1,12}RUNNING\s"),
        ("world_size=", r"\bworld_size=(?P<world>\d{1,7}),? n(?:um_)?nodes=\d"),
        ("Num processes: ", r"(?:^|[\]:|)>-] ?)Num processes: (?P<world>\d{1,7})\s*$"),
+       ("world size: ", r"\busing world size: (?P<world>\d{1,7})\b"),  # Megatron
        ("dist_world_size=", r"\bdist_world_size=(?P<world>\d{1,7})\b")),
     message("node_ranks", F, ("global_rank_mapping=", r"\bglobal_rank_mapping=.{0,60}?(?P<nodes>\{.{1,1000})")),
     message("tasks", F, ("--ntasks", r"(?:^#SBATCH|\bsrun\b.{0,200}?) --ntasks[= ](?P<n>\d{1,6})\b")),
