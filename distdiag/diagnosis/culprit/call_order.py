@@ -30,18 +30,22 @@ KINDS = 0.25  # most distinct transitions per transition; above this there is no
 
 def pattern(case: Case) -> Testimony | None:
     """Accuse the one member of a cycle that recently broke its own sequence while all other ranks kept theirs."""
-    others = (state for rank, state in case.states.items() if rank not in case.incident.members)
-    rank = departed((case.states[r] for r in case.compared), others)
-    if rank is None:
+    others = [state for rank, state in case.states.items() if rank not in case.incident.members]
+    own = {state.rank for state in others if _has_departed(state) and _is_awaited(state, case)}
+    rank = departed((case.states[r] for r in case.compared), (state for state in others if state.rank not in own))
+    if rank is None or (own and not _is_awaited(case.states[rank], case)):
         return None
-    text = f"; {rank_list([rank])} has left the order of its earlier calls, the others kept theirs"
+    kept = f"unlike {rank_list(set(case.compared) - {rank})}" if own else "the others kept theirs"
+    text = f"; {rank_list([rank])} has left the order of its earlier calls, {kept}"
     turn = _turn(case.states[rank].calls)
     if turn is None:
         return Testimony(ranks=(rank,), text=text)
     if turn.made.site == turn.due.site and turn.made.peer == turn.due.peer and not turn.again:
         rose = f"; the tag of its {op_at(turn.made)} rose more, or less, than in {turn.times:,} earlier messages, the others' as always"
         return Testimony(ranks=(rank,), text=rose)
-    made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in (turn.made, turn.due))
+    # what it left out has led to the call that it made in each round before: what leads to that one is not the reason
+    ends = turn.after if turn.left_out else turn.made, turn.due
+    made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in ends)
     changed = Pair(changed=True)
     conditions = tuple(
         short_rounds(made, case.source) if turn.again else conditions_between(made, due, case.source, changed)
@@ -63,6 +67,19 @@ def pattern(case: Case) -> Testimony | None:
     return Testimony(
         ranks=(rank,), head=f"rank {rank} {did} {op_at(call)}", text=text, conditions=conditions, advice=_advice(rank, turn, conditions)
     )  # fmt: skip
+
+
+def _is_awaited(state: RankState, case: Case) -> bool:
+    """True if a rank left out a collective in which another waits that kept its order: so do several that skip one together, each in
+    a group of its own."""
+    turn = _turn(state.calls)
+    if turn is None or not turn.left_out or turn.due.p2p or turn.due.site is None:
+        return False
+    blocked = ((q, q.blocked) for q in case.states.values() if q.blocked is not None and q.blocked.site is not None)
+    due = turn.due.op, turn.due.group, turn.due.site.key
+    return any(
+        (c.op, c.group, c.site.key) == due and _has_departed(q) is False for q, c in blocked if c.site is not None
+    )
 
 
 def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:
