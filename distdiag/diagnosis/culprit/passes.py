@@ -67,7 +67,7 @@ def skipped(case: Case) -> Testimony | None:
     ((rank, (i, missing)),) = found.items()
     model, caught = states[rank].models[i], swallowed(states[rank])
     # the newest forward may be the one that failed, or one that has its backward still to come
-    here = lines_of(case.here[rank])[:1] if case.here[rank] else []
+    here = lines_of(case.here[rank] or "")[:1]
     times = sum(n for key, n in states[rank].sites.items() if lines_of(key)[:1] == here)
     least = "at least " if caught and times > 1 < missing else ""
     missing -= bool(least)
