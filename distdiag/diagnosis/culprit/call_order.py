@@ -18,8 +18,9 @@ from distdiag.diagnosis.culprit.paths import Condition, Pair, Way, conditions_be
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
-from distdiag.diagnosis.text.phrases import at, op_at
+from distdiag.diagnosis.text.phrases import at, op_at, op_text
 from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.wait import call_at
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
@@ -144,6 +145,36 @@ def message_later(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return Testimony(
             text=f"; in each of the last {rounds:,} rounds {who} made {op_at(end)} and then a {op}, and in this one the {op} first",
             advice=f"let {who} make that {op_at(end)} before the {op}, as in each round before: rank {waiting} makes the {op} only after its {call.op}",
+        )  # fmt: skip
+    return None
+
+
+def called_before(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return where a rank of a cycle that waits for a message made its part of the collective in which another member waits for it."""
+    by_message = {r for w in case.incident.waits if w.p2p for r in w.ranks}
+    for wait in case.incident.waits if not ranks else ():
+        rank, other = min(wait.missing & by_message & case.states.keys(), default=-1), min(wait.calls, default=-1)
+        call, last = (
+            wait.calls.get(other),
+            call_at(case.states.get(rank), wait.group, wait.seq - 1) if not wait.p2p else None,
+        )
+        if (
+            call is None
+            or last is None
+            or last.site is None
+            or last.op != call.op
+            or other not in case.incident.members
+        ):
+            continue
+        op, who, state = compatible.op_name(call.op), f"rank {rank}", case.states[rank]
+        there = callers.stack_at(last.site, state, case.source)
+        found = conditions_between(state.user_stack, there, case.source, Pair(changed=True))
+        past = [f"`{c.text}`{at(c.site)}" for c in found if c.way is Way.SKIPPED]
+        led = f"{' or '.join(past)}, or a `continue` or `return`," if past else "a condition, `continue` or `return`"
+        return Testimony(
+            text=f"; {who} made {op} #{last.seq:,} of that group{at(last.site)}",
+            advice=f"rank {other} waits in {op_text(call)}, which {who} has not called: see whether {led} leads {who} past the "
+            f"{op}{at(last.site)}, or rank {other} makes one more than {who}; else whether {who} makes one message more than its peer",
         )  # fmt: skip
     return None
 
