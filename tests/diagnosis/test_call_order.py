@@ -414,3 +414,51 @@ def test_a_stage_that_has_left_the_loop_around_the_functions_of_its_messages_is_
         "rank 1 left the loop before recv (pipe.py:2): `if stopper.update(loss)` (pipe.py:11); "
     )
     assert "let all ranks decide together" in (found.advice or "")
+
+
+def test_ranks_that_skip_a_collective_together_each_in_its_own_group_are_culprits() -> None:
+    """Ranks 2 and 3, one stage of a pipeline, overflow and return before they clip; ranks 0 and 1 wait, each for one of them."""
+    text = (
+        "def step(self):\n    found = all_reduce(overflow)\n    if found:\n        return False\n    all_reduce(norm)\n"
+        "def main():\n    while True:\n        if self.first:\n            send(x)\n        else:\n            recv(x)\n        step(self)\n"
+    )
+    outer = Site("job.py", 12, "main")
+    check, clip = (Site("job.py", line, "step", outer) for line in (2, 5))
+
+    def calls(q: int, rounds: int, skips: bool) -> list[Call]:
+        made: list[Call] = []
+        for n in range(1, rounds + 1):
+            op, line = ("send", 9) if q < 2 else ("recv", 11)
+            made += [
+                Call(op=op, group="default_pg", peer=(q + 2) % 4, nth=n, site=Site("job.py", line, "main")),
+                Call(op="all_reduce", group=f"stage {q // 2}", seq=n, site=check),
+                Call(op="all_reduce", group=f"pipe {q % 2}", seq=n, site=clip),
+            ]
+        return (
+            [
+                *made[:-1],
+                Call(op="recv", group="default_pg", peer=q - 2, nth=rounds + 1, site=Site("job.py", 11, "main")),
+            ]
+            if skips
+            else made
+        )
+
+    def found() -> list[tuple[str, tuple[int, ...]]]:
+        states = {}
+        for q in range(4):
+            made = calls(q, 40, q > 1)
+            key, n = (f"send:{q + 2}:0:default_pg", 40) if q < 2 else (f"recv:{q - 2}:0:default_pg", 40 + (q > 1))
+            states[q] = RankState(
+                rank=q, calls=tuple(made), blocked=made[-1], user_stack=made[-1].site.path if made[-1].site else (), p2p_issued={key: n},
+                enqueued={f"stage {q // 2}": 40, f"pipe {q % 2}": 39 if q > 1 else 40},
+                completed={f"stage {q // 2}": 40, f"pipe {q % 2}": 39},
+            )  # fmt: skip
+        groups = {"default_pg": (0, 1, 2, 3), "stage 0": (0, 1), "stage 1": (2, 3), "pipe 0": (0, 2), "pipe 1": (1, 3)}
+        s = Snapshot(t_s=9.0, world_size=4, ranks=states, groups={n: Group(name=n, ranks=r) for n, r in groups.items()})
+        return [(f.message, f.culprits) for f in proved(s, source={"job.py": text}.get)]
+
+    both = found()
+    assert [culprits for _, culprits in both] == [(2,), (3,)]
+    for message, _ in both:
+        assert "left out all_reduce (job.py:5, called at job.py:12): `if found` (job.py:3)" in message
+    assert "unlike rank 0: after all_reduce (job.py:2" in both[0][0]

@@ -18,8 +18,9 @@ from distdiag.diagnosis.culprit.paths import Condition, Pair, Way, conditions_be
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
-from distdiag.diagnosis.text.phrases import at, op_at
+from distdiag.diagnosis.text.phrases import at, op_at, op_text
 from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.wait import call_at
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
@@ -30,18 +31,22 @@ KINDS = 0.25  # most distinct transitions per transition; above this there is no
 
 def pattern(case: Case) -> Testimony | None:
     """Accuse the one member of a cycle that recently broke its own sequence while all other ranks kept theirs."""
-    others = (state for rank, state in case.states.items() if rank not in case.incident.members)
-    rank = departed((case.states[r] for r in case.compared), others)
-    if rank is None:
+    others = [state for rank, state in case.states.items() if rank not in case.incident.members]
+    own = {state.rank for state in others if _has_departed(state) and _is_awaited(state, case)}
+    rank = departed((case.states[r] for r in case.compared), (state for state in others if state.rank not in own))
+    if rank is None or (own and not _is_awaited(case.states[rank], case)):
         return None
-    text = f"; {rank_list([rank])} has left the order of its earlier calls, the others kept theirs"
+    kept = f"unlike {rank_list(set(case.compared) - {rank})}" if own else "the others kept theirs"
+    text = f"; {rank_list([rank])} has left the order of its earlier calls, {kept}"
     turn = _turn(case.states[rank].calls)
     if turn is None:
         return Testimony(ranks=(rank,), text=text)
     if turn.made.site == turn.due.site and turn.made.peer == turn.due.peer and not turn.again:
         rose = f"; the tag of its {op_at(turn.made)} rose more, or less, than in {turn.times:,} earlier messages, the others' as always"
         return Testimony(ranks=(rank,), text=rose)
-    made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in (turn.made, turn.due))
+    # what it left out has led to the call that it made in each round before: what leads to that one is not the reason
+    ends = turn.after if turn.left_out else turn.made, turn.due
+    made, due = (callers.stack_at(call.site, case.states[rank], case.source) for call in ends)
     changed = Pair(changed=True)
     conditions = tuple(
         short_rounds(made, case.source) if turn.again else conditions_between(made, due, case.source, changed)
@@ -63,6 +68,19 @@ def pattern(case: Case) -> Testimony | None:
     return Testimony(
         ranks=(rank,), head=f"rank {rank} {did} {op_at(call)}", text=text, conditions=conditions, advice=_advice(rank, turn, conditions)
     )  # fmt: skip
+
+
+def _is_awaited(state: RankState, case: Case) -> bool:
+    """True if a rank left out a collective in which another waits that kept its order: so do several that skip one together, each in
+    a group of its own."""
+    turn = _turn(state.calls)
+    if turn is None or not turn.left_out or turn.due.p2p or turn.due.site is None:
+        return False
+    blocked = ((q, q.blocked) for q in case.states.values() if q.blocked is not None and q.blocked.site is not None)
+    due = turn.due.op, turn.due.group, turn.due.site.key
+    return any(
+        (c.op, c.group, c.site.key) == due and _has_departed(q) is False for q, c in blocked if c.site is not None
+    )
 
 
 def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:
@@ -127,6 +145,36 @@ def message_later(case: Case, ranks: Sequence[int]) -> Testimony | None:
         return Testimony(
             text=f"; in each of the last {rounds:,} rounds {who} made {op_at(end)} and then a {op}, and in this one the {op} first",
             advice=f"let {who} make that {op_at(end)} before the {op}, as in each round before: rank {waiting} makes the {op} only after its {call.op}",
+        )  # fmt: skip
+    return None
+
+
+def called_before(case: Case, ranks: Sequence[int]) -> Testimony | None:
+    """Return where a rank of a cycle that waits for a message made its part of the collective in which another member waits for it."""
+    by_message = {r for w in case.incident.waits if w.p2p for r in w.ranks}
+    for wait in case.incident.waits if not ranks else ():
+        rank, other = min(wait.missing & by_message & case.states.keys(), default=-1), min(wait.calls, default=-1)
+        call, last = (
+            wait.calls.get(other),
+            call_at(case.states.get(rank), wait.group, wait.seq - 1) if not wait.p2p else None,
+        )
+        if (
+            call is None
+            or last is None
+            or last.site is None
+            or last.op != call.op
+            or other not in case.incident.members
+        ):
+            continue
+        op, who, state = compatible.op_name(call.op), f"rank {rank}", case.states[rank]
+        there = callers.stack_at(last.site, state, case.source)
+        found = conditions_between(state.user_stack, there, case.source, Pair(changed=True))
+        past = [f"`{c.text}`{at(c.site)}" for c in found if c.way is Way.SKIPPED]
+        led = f"{' or '.join(past)}, or a `continue` or `return`," if past else "a condition, `continue` or `return`"
+        return Testimony(
+            text=f"; {who} made {op} #{last.seq:,} of that group{at(last.site)}",
+            advice=f"rank {other} waits in {op_text(call)}, which {who} has not called: see whether {led} leads {who} past the "
+            f"{op}{at(last.site)}, or rank {other} makes one more than {who}; else whether {who} makes one message more than its peer",
         )  # fmt: skip
     return None
 

@@ -66,11 +66,16 @@ def skipped(case: Case) -> Testimony | None:
         return None
     ((rank, (i, missing)),) = found.items()
     model, caught = states[rank].models[i], swallowed(states[rank])
+    # the newest forward may be the one that failed, or one that has its backward still to come
+    here = lines_of(case.here[rank] or "")[:1]
+    times = sum(n for key, n in states[rank].sites.items() if lines_of(key)[:1] == here)
+    least = "at least " if caught and times > 1 < missing else ""
+    missing -= bool(least)
     text = (
-        f"; rank {rank} ran {counted(missing, 'forward')} without backward ({model.forwards:,} "
+        f"; rank {rank} ran {least}{counted(missing, 'forward')} without backward ({model.forwards:,} "
         f"forwards, {model.synced_backwards:,} backwards)"
     )
-    head = f"rank {rank} skipped {'a backward' if missing == 1 else f'{missing:,} backwards'}"
+    head = f"rank {rank} skipped {'a backward' if missing == 1 else f'{least}{missing:,} backwards'}"
     way_out = tuple(_way_out(states[rank], model.forwards, model.synced_backwards, case.source))
     advice = f"run the backward of every forward on rank {rank}, too ({NO_WEIGHT}, if the batch is not to count), or skip the batch on all ranks together"
     if caught and all(

@@ -145,6 +145,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.ORDER, explain=call_order.message_later),
         Witness(Reason.LOOP, explain=loops.longer),
         Witness(Reason.PARTING, explain=conditions.past_the_call),
+        Witness(Reason.ORDER, explain=call_order.called_before),
     ),
 }
 # in a cycle: a call with the wrong group is also made alone, and not due

@@ -449,3 +449,28 @@ def test_of_two_loops_that_make_one_collective_at_lines_of_their_own_the_longer_
     assert f.advice.startswith("let the loops at sync.py:2 in send and at sync.py:5 in receive go over one list")
     for other in (found(1), found(7, alone), found(7, inside=True), found(7, skipped=1)):
         assert "these calls" not in other.message and "one list" not in other.advice
+
+
+def test_a_rank_that_made_the_collective_of_a_cycle_before_is_told_at_which_line() -> None:
+    """Rank 0 waits for samples, and rank 1 for weights: rank 0 sent them every few rounds, if a counter said so."""
+    text = "def fit():\n    while True:\n        if self.step % 4 == 0:\n            broadcast(w)\n        recv(x)\n"
+    weights, samples, takes = Site("/job/rl.py", 4, "fit"), Site("/job/rl.py", 5, "fit"), Site("/job/rl.py", 9, "serve")
+
+    def found(op: str) -> Finding:
+        waiting, more = call("recv", None, samples, peer=1, nth=5), call("broadcast", 4, takes)
+        sent = tuple(call(op, n, weights, completed_s=1.0) for n in (1, 2, 3))
+        return only(
+            snapshot(
+                rank(0, waiting, calls=(*sent, waiting), user_stack=(samples,), enqueued={"default_pg": 3}, completed={"default_pg": 3},
+                     p2p_issued={"recv:1:0:default_pg": 5}),
+                rank(1, more, p2p_issued={"send:0:0:default_pg": 4}),
+            ),
+            source={"/job/rl.py": text}.get,
+        )  # fmt: skip
+
+    f = found("broadcast")
+    assert (f.cause, f.culprits) == ("p2p_cycle", ())
+    assert f.message.endswith("; rank 0 made broadcast #3 of that group at rl.py:4 in fit")
+    assert f.advice.startswith("rank 1 waits in broadcast #4 (default_pg), which rank 0 has not called: see whether ")
+    assert found("all_reduce").advice.startswith("see whether rank 0 makes one message more")
+    assert "leads rank 0 past the broadcast at rl.py:4 in fit" in f.advice

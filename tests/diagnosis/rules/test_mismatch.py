@@ -192,6 +192,30 @@ def test_ranks_that_went_on_from_an_aborted_call_of_ddp_are_compared_in_that_cal
     assert "ranks 0, 2 at train.py:35; rank 1 at train.py:54 in epoch" in f.message
 
 
+def test_a_backward_that_may_still_come_is_not_counted_as_skipped() -> None:
+    """Rank 1 caught an exception in an earlier forward, and is in a flag's all_reduce after the forward that it now makes."""
+    flag, backward = Site("/job/train.py", 63, "probe"), Site("/job/train.py", 53, "attempt")
+    inside = msgspec.structs.replace(flag, caller=Site("/job/train.py", 49, "attempt"))
+    models = {q: msgspec.structs.replace(MODEL, forwards=41 + q, synced_backwards=40 + (not q)) for q in (0, 1)}
+    sums = {
+        q: Call(
+            op="all_reduce", group="default_pg", seq=30, bytes=4 if q else 24, site=(backward, flag)[q], entered_s=98.0
+        )
+        for q in (0, 1)
+    }
+    s = job(
+        *(
+            rank(q, calls=(sums[q],), models=(models[q],), life="killed", signal=6, ended_s=99.0, ended_waiting=True,
+                 caught="OutOfMemoryError: too large" if q else "", phase="other" if q else "backward", current_site=sums[q].site,
+                 sites={inside.key: 41 + q, backward.key: 41 - q}, step=40)
+            for q in (0, 1)
+        )
+    )  # fmt: skip
+    f = only(findings(s, mismatch))
+    assert f.message.startswith("rank 1 skipped a backward, and caught OutOfMemoryError: too large")
+    assert "rank 1 ran at least 1 forward without backward (42 forwards, 40 backwards)" in f.message
+
+
 REFUSED = "RuntimeError: DDP expects same model across all ranks, but Rank 2 has 4 params, while rank 0 has inconsistent 5 params."
 
 
