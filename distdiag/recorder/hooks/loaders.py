@@ -402,7 +402,7 @@ def stated(data: Any) -> int:
 
     One that only returns an attribute, or the length of one, is read and not called.
     """
-    held = data.tensors[0] if type(data) is TensorDataset else data
+    held: Any = data.tensors[0] if type(data) is TensorDataset else data
     if type(held) in _COUNTED:
         return len(held)
     method = next((of.__dict__["__len__"] for of in type(data).__mro__ if "__len__" in of.__dict__), None)
