@@ -33,7 +33,7 @@ DEFAULT_TORCH = "2.13.0"
 NEWEST_TORCH = "2.15.0"
 NAMED_TORCH = os.environ.get("TORCH", "").strip()
 
-LOOPS = ("accelerate",)  # has loaders of its own, as the Trainer of transformers has; optional
+LOOPS = ("accelerate",)  # optional; it replaces torch's loaders, also for the Trainer of transformers
 _COMMANDS = {"ruff": "ruff", "pyright": "pyright", "import-linter": "lint-imports"}  # package: command
 # The version that pip knows: a wheel of the package index is 2.15.0 where torch.__version__ is 2.15.0+cu132.
 _ASK_TORCH = "import importlib.metadata, os, torch; print(importlib.metadata.version('torch'), os.path.dirname(os.path.dirname(torch.__file__)))"

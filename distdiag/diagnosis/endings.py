@@ -289,7 +289,7 @@ def _in_call(state: RankState) -> bool:
 
 
 def unset_key(state: RankState) -> str:
-    """Return the first key that the script of a rank waited for in a store until it raised; empty if torch waited, in a call of its own."""
+    """Return the first key for which a rank's script waited in a store until the wait raised; empty if it was torch that waited."""
     found = STORE_WAIT.search(state.exception or "")
     return found[1].strip() if found is not None and last_wait(state) is None else ""
 

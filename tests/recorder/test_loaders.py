@@ -121,6 +121,20 @@ def test_a_loader_is_never_asked_for_its_length_but_heard_when_the_job_asks(
         recorded.ends(iterator)
 
 
+@pytest.mark.parametrize("name", ["shuffled", "distributed"])
+def test_a_loop_that_asks_in_every_step_is_measured_once(
+    name: str, recorded: Loaders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `if i == len(loader) - 1` does."""
+    monkeypatch.setattr(DataLoader, "__len__", around(DataLoader.__len__, ends=recorded.said))
+    loader = loaders(Counted())[name]
+    recorded.starts(loader, object(), None)
+    next(iter(loader))
+    monkeypatch.setattr(recorded, "_measure", lambda *_: pytest.fail("measured again"))
+    slot = next(iter(recorded._slots.values()))
+    assert [len(loader) for _ in range(3)] == [slot.length] * 3 and not recorded.header.errors
+
+
 def test_what_a_loader_of_an_own_length_makes_of_torch_s_is_not_known(
     recorded: Loaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,7 +284,7 @@ def test_data_sets_without_an_index_have_none(data: Dataset[Any], recorded: Load
 def test_a_sampler_that_was_built_before_the_process_group_is_known(
     world: int, told: int, recorded: Loaders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of another library, which takes itself for rank 0 of 1; a right one may split data in a way of its own."""
+    """One of another library believes that it is rank 0 of 1; a correct one is left alone, as it may split data in its own way."""
     own = SubsetRandomSampler(range(9))
     own.rank, own.world_size = 0, 1  # type: ignore[attr-defined]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

@@ -625,7 +625,7 @@ def test_a_wait_for_a_queue_names_the_thread_that_fills_it(tmp_path: Path) -> No
 
 
 def test_the_call_that_leads_one_rank_into_its_operation_is_named() -> None:
-    """Each rank's operation is in a function of its own; their callers part in `main`."""
+    """The ranks call their operations in different functions, and part in `main`."""
 
     def inside(op: str, function: str, line: int) -> Seen:
         users = (frame(function, "/home/me/engine.py", 28), frame("main", "/home/me/train.py", line))

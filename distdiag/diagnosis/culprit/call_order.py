@@ -71,8 +71,10 @@ def pattern(case: Case) -> Testimony | None:
 
 
 def _is_awaited(state: RankState, case: Case) -> bool:
-    """True if a rank left out a collective in which another waits that kept its order: so do several that skip one together, each in
-    a group of its own."""
+    """True if a rank left out a collective in which a rank waits that kept its order.
+
+    Several ranks may skip such a call together, each in its own group.
+    """
     turn = _turn(state.calls)
     if turn is None or not turn.left_out or turn.due.p2p or turn.due.site is None:
         return False

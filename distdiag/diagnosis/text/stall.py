@@ -47,7 +47,7 @@ DO_DUMP = (
 )
 DO_ORDER = (
     "each of these collectives lacks a rank that is in another of them: let one thread of every rank issue them, in one order, or give each "
-    "group a thread of its own on all ranks; `distdiag dump` saves the stacks of all threads"
+    "group its own thread on all ranks; `distdiag dump` saves the stacks of all threads"
 )
 DO_NO_KEY = "find which rank should set its key before it waits for another's, and give these waits a timeout"
 DO_KEYS = "the keys differ between ranks: build them from something that is equal on all (hash() of a string is not: it is salted per process)"

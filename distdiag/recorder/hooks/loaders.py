@@ -39,12 +39,8 @@ from distdiag.recorder.unseen import has_memory, unseen
 # not a subclass's, which may read the sampler's iterator, as those do that save its state
 _TORCHS = (loader_module._SingleProcessDataLoaderIter, loader_module._MultiProcessingDataLoaderIter)
 EPOCHS = 2  # first epochs whose samples may be hashed
-_REPEATS = (
-    "num_repeats",
-    "repetitions",
-    "repeats",
-    "num_selected_samples",
-)  # attributes of samplers that repeat samples
+# attributes of samplers that repeat samples
+_REPEATS = ("num_repeats", "repetitions", "repeats", "num_selected_samples")
 _COUNTED = (list, tuple, dict, range, str, bytes, torch.Tensor)  # types whose length is no code of the job
 # what a `__len__` does that is not run: it returns an attribute of the data set, or (True) the length of one
 _READS = {("LOAD_ATTR", "RETURN_VALUE"): False, ("LOAD_GLOBAL", "LOAD_ATTR", "CALL", "RETURN_VALUE"): True}
@@ -77,9 +73,8 @@ class Loaders:
         # by site, those whose sampler has still to ask for a length; a loader may live no longer than `for x in DataLoader(…)` needs it
         self._unmeasured: dict[int, Any] = {}
         self._asked = 0, -1  # id of what torch's samplers last asked for its length, and that
-        self._said: dict[
-            int, tuple[ref[Any], int]
-        ] = {}  # by id of a loader: what it said of its length when the job asked, and no epoch since
+        # by id of a loader: the length that it has told the job since its last epoch
+        self._said: dict[int, tuple[ref[Any], int]] = {}
 
     def _slot(self, site: int) -> LoaderSlot | None:
         slot = self._slots.get(site)
@@ -124,7 +119,7 @@ class Loaders:
             self._unmeasured.pop(site, None)
             asked, length = self._asked
             if asked != id(dataset):
-                # beside a batch sampler without a sampler torch makes one that is never drawn from
+                # a loader with a batch sampler of the job has a sampler of torch, too, which nobody draws from
                 drawn = batch_sampler is None or hasattr(batch_sampler, "sampler")
                 asks = drawn and _asks(sampler, dataset)
                 length = -1 if asks else stated(dataset)
@@ -164,9 +159,10 @@ class Loaders:
         for site, of in self._loaders.items():
             loader = self._unmeasured.get(site, of())
             if loader is not None and loader.dataset is args[0]:
-                self._unmeasured.pop(site, None)
-                self._slots[site].dataset_length = length
-                self._measure(loader, self._slots[site])
+                slot, new = self._slots[site], self._unmeasured.pop(site, None) is not None
+                if new or slot.dataset_length != length:  # not again in a loop that asks in every step
+                    slot.dataset_length = length
+                    self._measure(loader, slot)
 
     @guarded
     def said(self, args: tuple[Any], length: int, error: BaseException | None) -> None:
@@ -178,8 +174,10 @@ class Loaders:
         if error is not None or type(loader).__len__ is not DataLoader.__len__:
             return
         for site, of in self._loaders.items():
-            if of() is loader and not self._slots[site].exhausted:
-                self._measure(loader, self._slots[site], length)
+            slot = self._slots[site]
+            if of() is loader and not slot.exhausted:
+                if slot.length != length:  # loops ask in every step whether it is the last
+                    self._measure(loader, slot, length)
                 return
         if len(self._said) > LOADERS:
             self._said.clear()
@@ -344,7 +342,10 @@ def _has_samples(t: torch.Tensor) -> bool:
 
 
 def _fits(sampler: Any) -> bool | None:
-    """True if a sampler has the process' rank and number of replicas, False if it has others; None: it has none, or splits data in a way of its own."""
+    """Return whether the rank and the number of replicas of a sampler are those of the process; None if it knows none.
+
+    Also None if it has the right ones, but under another name than torch's: then it may split the data in its own way.
+    """
     rank, replicas = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
     fitting = None if replicas is None else True
     if rank is not None and replicas is None:
