@@ -120,7 +120,7 @@ class Outer(Inner):
 
 model = Outer()
 if sys.argv[1] == "in DDP":
-    model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True, check_reduction=True)  # torch warns
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 try:
     for step in range(3):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import time
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -445,6 +447,28 @@ def read(recorded: Loaders, data: Any, sampler: Any, **more: Any) -> set[int]:
     assert recorded.header.errors == 0
     by_index = slot.sampled_epoch >> 32 == 1
     return {x >> 32 for x in slot.epoch_samples} if by_index else set()
+
+
+def test_the_data_of_a_loader_that_was_left_early_are_not_kept(recorded: Loaders) -> None:
+    class Remote(Dataset[int]):
+        def __init__(self) -> None:
+            self.n = SAMPLES
+
+        def __len__(self) -> int:
+            return self.n
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    loader = DataLoader(Remote(), 4, sampler=SubsetRandomSampler(range(SAMPLES)))
+    iterator = iter(loader)
+    recorded.starts(loader, iterator, None)
+    assert recorded.page.page.loaders[0].dataset_length == SAMPLES
+    recorded.gives(iterator, next(iterator))
+    data = ref(loader.dataset)
+    del loader, iterator
+    gc.collect()
+    assert data() is None and recorded.header.errors == 0
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import weakref
@@ -383,6 +384,22 @@ def test_the_layers_of_an_optimizer_that_steps_second_are_sampled_and_sparse_gra
     keys = {name: key for name, step, key in written.layers if step == 32}
     assert keys == {"Embedding": 1 | 1 << 33 | 24 << 34, "Linear": 2 | 5 << 34}
     assert written.of[SampleKind.REDUCED][1] == 5
+
+
+def test_a_model_that_the_job_drops_is_not_kept() -> None:
+    net = Ranker()
+    checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), Written())  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    checksums.before_first_step(optimizer)
+    for step in range(1, 4):
+        torch.Tensor.sum(net(torch.arange(3))).backward()
+        checksums.after_optimizer(optimizer, step)
+    assert {*checksums._layers} == {"Embedding", "Linear"}
+    held = weakref.ref(net.top.weight)
+    del net, optimizer
+    gc.collect()
+    assert held() is None
+    checksums._sample_layers(32)
 
 
 @pytest.mark.parametrize(

@@ -215,8 +215,10 @@ class Loaders:
                 with unseen():
                     return data_set_content(dataset, slot.dataset_length)
 
-            hashed = EpochSamples(slot.workers, content)
-            if dataset is not None and (slot.dataset_length < 0 or content()):
+            by_index = dataset is not None and (slot.dataset_length < 0 or content())
+            # `content` keeps the data set, until indices are drawn: not that of a loader that is left early
+            hashed = EpochSamples(slot.workers, content if by_index else None)
+            if by_index:
                 iterator._sampler_iter = map(hashed.drawn, iterator._sampler_iter)
             self._by_iterator[id(iterator)] = (*self._by_iterator[id(iterator)][:2], hashed)
 

@@ -68,8 +68,8 @@ class ReplicaChecksums:
         self._summed: weakref.WeakSet[Any] = weakref.WeakSet()  # the optimizers whose parameters are in the next field
         self._sums: dict[int, float] = {}  # of each parameter before the first step, by id; for the layers
         self._constant: set[int] = set()  # those of which all sampled elements are equal then, as zeros are; on the CPU
-        # parameters by the class of the module that owns them, until they are sampled
-        self._layers: dict[str, list[Any]] = {}
+        # by class, the modules that own those parameters, until they are sampled; no parameter is kept alive
+        self._layers: dict[str, list[weakref.ref[Any]]] = {}
         self._left: list[float] = []  # newest checksums of parameters that no optimizer has
         self._calls: EnteredModules | None = None  # during the second step
         # modules outside DDP that the second step called, without a trained parameter
@@ -240,7 +240,9 @@ class ReplicaChecksums:
 
     def _sample_layers(self, step: int) -> None:
         """Record a checksum of each class of layers; first also from before the first step."""
-        for name, owned in self._layers.items():
+        for name, modules in self._layers.items():
+            if not (owned := [p for module in modules for p in self._summed_up(module())]):
+                continue
             sparse = all(p.grad is not None and p.grad.is_sparse for p in owned)
             elements = min(sum(p.numel() for p in owned), (1 << 30) - 1)
             key = len(owned) | all(map(self._began_constant, owned)) << 32 | sparse << 33 | elements << 34
@@ -310,15 +312,17 @@ class ReplicaChecksums:
     def _write_layers(self, name: str, step: int, key: int, values: list[float]) -> None:
         self.samples.write(SampleKind.LAYERS, step, sum(values), key, name)
 
-    def _by_class(self, calls: EnteredModules) -> dict[str, list[Any]]:
-        """Return the parameters that were sampled before the first step, by the class of the module that owns them."""
-        found: dict[str, list[Any]] = {}
+    def _by_class(self, calls: EnteredModules) -> dict[str, list[weakref.ref[Any]]]:
+        """Return the modules that own a parameter that was sampled before the first step, by their class."""
+        found: dict[str, list[weakref.ref[Any]]] = {}
         for ref in calls.modules.values():
-            if (module := ref()) is not None and (
-                owned := [p for p in module._parameters.values() if id(p) in self._sums]
-            ):
-                found.setdefault(type(module).__name__, []).extend(owned)
+            if self._summed_up(module := ref()):
+                found.setdefault(type(module).__name__, []).append(ref)
         return dict([*found.items()][:MODULES])
+
+    def _summed_up(self, module: Any) -> list[Any]:
+        """Return a module's parameters that were sampled before the first step; none if it exists no more."""
+        return [p for p in module._parameters.values() if id(p) in self._sums] if module is not None else []
 
     def _without_optimizer(
         self, calls: EnteredModules, lead: Any
