@@ -136,11 +136,14 @@ def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> N
         "[03/02 08:00:00 d2.engine.hooks]: Overall training speed: 8998 iterations in 0:54:00 (0.3601 s / it)\n",
         "Training time 1:12:40\n",
         "300 epochs completed in 4.182 hours.\n",
+        "training complete, 1000 steps in 613.1 s\n",
+        "Training finished with 2 checkpoints.\nResult(metrics={'loss': 0.5, 'epoch': 12}, error=None)\n",
     ],
 )
 def test_a_job_that_says_at_its_end_that_it_is_done_ended_well(tmp_path: Path, end: str) -> None:
     report = diagnose(tmp_path, raised(0, OOM) + "[rank0]: retrying with batch size 8\n" + end)
     assert report.findings == () and any("says that the job ended well" in note for note in report.notes)
+    assert (report.state, report.unjudged) == ("ended", None)
     assert only(diagnose(tmp_path, end + raised(0, OOM))).culprits == (0,)
 
 
@@ -183,6 +186,7 @@ def test_a_server_that_was_asked_to_shut_down_ended_well(tmp_path: Path, before:
     report = diagnose(tmp_path, before + "INFO:     Shutting down\n" + SERVER_STOPS)
     assert report.findings == ()
     assert any("says that the job ended well" in note for note in report.notes) is well
+    assert (report.state == "ended") is well is (report.unjudged is None)
 
 
 STOPPED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2031-01-02T03:04:05 DUE TO {} ***\n"

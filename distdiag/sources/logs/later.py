@@ -49,7 +49,9 @@ _STEP = bounded(
     r"^(?=.{0,999}\b(?:loss|lr|grad))(?!.{0,999}\b(?i:eval|valid|test)).{0,999}?(?:\b(?:global_)?(?:[Ss]teps?|[Ii]t(?:er(?:ation)?s?)?)\b\W{0,12}(?P<step>\d{1,9})|[\[ |](?P<bar>\d{1,9})/\d{1,9}(?:\]| \[\d))"
 )
 _SHOWN = bounded(r"\D{0,30}\d{1,12}(?:\D{1,40}\d{1,12})?")  # how far it is
-_NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
+_NO_PROGRESS = bounded(
+    r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b|\bResult\(metrics="
+)
 _OF_LIBRARY = bounded(
     r"NCCL INFO|\.(?:cpp|cc):\d|Missing ranks:|/site-packages/|WARN|[Ww]arning\b|OMP_NUM_THREADS"
 )  # not a line of the program
@@ -84,7 +86,7 @@ _AGENT = bounded(
 # launcher; of one process
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded|\b\w{1,40}Job \S{1,253} (?:is )?successfully completed\b)")),
-    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|experiment|all (?:epochs|steps))(?: (?:run|job|loop|has|have|is|was|successfully)){0,3} (?:finished(?! (?:iter|epoch|step))|completed|complete(?=\W{0,3}$)|done|succeeded)\b)" + _BUT)),
+    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|experiment|all (?:epochs|steps))(?: (?:run|job|loop|has|have|is|was|successfully)){0,3} (?:finished(?! (?:iter|epoch|step))|completed|complete(?=\W{0,3}(?:$|\d(?!\d{0,2}%)))|done|succeeded)\b)" + _BUT)),
     ("part", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b|, (?:cleaning up|destroying|shutting down)\b)" + _BUT)),

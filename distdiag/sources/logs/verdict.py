@@ -110,6 +110,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     for path in {path for path, scope in ends.well if scope == "server"} - failing:
         if all(ends.after(p, number) for p, number, _ in found.unknown if p == path):
             found.well.setdefault(path, ends.well[path, "server"])
+            found.ended |= len(found.files) == 1
     failed = {f.path for f in found.facts}
     found.well |= {path: line for path, (line, _) in ends.over.items() if line and path not in failed}
     stop = found.late_stop
