@@ -50,7 +50,7 @@ class Known(NamedTuple):
     only_if_shown: bool = False
 
 
-FULL_GPU = "lower the batch or sequence length of that rank's largest batch, or use checkpointing; other processes on that GPU: `nvidia-smi` (`rocm-smi`, `npu-smi`)"
+FULL_GPU = "lower the batch or sequence length of the largest batch, or use checkpointing; other processes on that GPU: `nvidia-smi` (`rocm-smi`, `npu-smi`, `xpu-smi`)"
 FULL_SHM = "give the container more shared memory (docker --shm-size, a Memory emptyDir at /dev/shm), or use fewer DataLoader workers"
 TAKEN_PORT = "end the process that holds the port (`ss -ltnp` there shows it), or give this job another --master-port or --rdzv-endpoint (accelerate: --main_process_port)"
 NO_CUDA = "CUDA cannot start there, or lost its GPU (a container loses its GPUs when systemd reloads: start it again): see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"

@@ -31,7 +31,7 @@ def _loads(rank: int, function: str) -> str:
 def test_a_failure_of_a_later_attempt_comes_before_the_stop_of_the_one_before(tmp_path: Path, start: str) -> None:
     report = diagnose(tmp_path, RUN + CUT + start + raised(2, "KeyError: 'router'"))
     assert about(only(report)) == ("rank_lost", "crashed", (2,), ())
-    assert report.state_text is None and any("preemption on line 4" in note for note in report.notes)
+    assert report.state_text is None and any("preemption (line 4)" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("start", ["", "[2031-05-06 01:20:52,125] [INFO] [comm.py:9:end] closing\n"])

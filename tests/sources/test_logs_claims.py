@@ -68,10 +68,23 @@ CLIENTS = "[rank0]: torch.distributed.DistStoreError: Timed out after 1801 secon
 
 def test_ranks_that_were_never_launched(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, "#SBATCH --ntasks=2\n" + announced(1, 0) + CLIENTS.format(2)))
-    assert about(f)[:3] == ("rank_lost", "silent", (2, 3, 4, 5, 6, 7))
+    assert about(f)[:3] == ("rank_lost", "configuration", (2, 3, 4, 5, 6, 7))
     assert "2 tasks" in f.message and "--ntasks-per-node" in f.advice
     f = only(diagnose(tmp_path, announced(1, 0) + CLIENTS.format(2)))
     assert f.culprits == (2, 3, 4, 5, 6, 7) and "tasks" not in f.message
+
+
+TASKS = "   NumNodes=2 NumCPUs=8 NumTasks={} CPUs/Task=2\n"
+LIMIT = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2031-01-02T03:04:05 DUE TO TIME LIMIT ***\n"
+NO_IPV6 = "[W socket.cpp:663] [c10d] The IPv6 network addresses of (n1, 168) cannot be retrieved (gai error: -2 - Name or service not known).\n"
+
+
+@pytest.mark.parametrize("end", ["", LIMIT, NO_IPV6 + LIMIT])
+def test_fewer_tasks_than_ranks_are_never_all_there(tmp_path: Path, end: str) -> None:
+    f = only(diagnose(tmp_path, TASKS.format(2) + announced(1, 0) + end))
+    assert about(f)[:3] == ("rank_lost", "configuration", (2, 3, 4, 5, 6, 7)) and "2 tasks" in f.message
+    for tasks, ranks, more in ((2, (0,), ""), (8, (0, 1), ""), (2, (0, 1), "step 1 loss 2.0\n")):
+        assert diagnose(tmp_path, TASKS.format(tasks) + announced(*ranks) + more + end).findings == ()
 
 
 @pytest.mark.parametrize("joined", [3, 5])

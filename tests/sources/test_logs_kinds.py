@@ -87,7 +87,7 @@ def ends(*rows: tuple[int, int, str]) -> str:
         ("2031-03-02T08:00:00+00:00 n7 kernel: mlx5_core 0000:5e:00.0 mlx5_2: Port: 1 Link DOWN\n" + raised(1, REMOTE), "rank_lost/silent", (), "n7 mlx5_2"),
         ("[  9.1] bnxt_en 0000:3b:00.0 eth2: NIC Link is Down\n", "rank_lost/silent", (), "eth2"),
         ("[327.1] amdgpu 0000:65:00.0: amdgpu: [gfxhub] page fault (src_id:0 ring:24 vmid:8 pasid:3, for process python3 pid 71 thread python3 pid 71)\nMemory access fault by GPU node-4\n" + table(2, -6, NO_TRACE).replace("pid: 902", "pid: 71"), "rank_lost/crashed", (2,), "0000:65:00.0 page fault"),
-        ("h1:7:8 [0] misc/socket.cc:495 NCCL WARN socketStartConnect: Connect to 10.3.0.22<43117> failed : No route to host\n", "rank_lost/silent", (), "10.3.0.22 firewall"),
+        ("h1:7:8 [0] misc/socket.cc:495 NCCL WARN socketStartConnect: Connect to 10.3.0.22<43117> failed : No route to host\n", "rank_lost/configuration", (), "10.3.0.22 firewall"),
         (raised(1, OOM) + "(EngineCore pid=9) RuntimeError: Worker failed with error 'CUDA out of memory'\n", "rank_lost/crashed", (1,), "GPU memory"),
         ("[E707 09:12:33.1 socket.cpp:496] [c10d] The server socket has failed to listen on any local network address.\n" + raised(0, "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, code: -98, name: EADDRINUSE", prefix=""), "rank_lost/configuration", (), "port 29500"),
         ("[rank3]: EI0002: The Notify register has not received the Notify record from remote rank [7].\n", "timeout/late_rank", (7,), "rank 3 HCCL"),
@@ -108,7 +108,7 @@ def ends(*rows: tuple[int, int, str]) -> str:
         (raised(1, "ValueError: x") + "[default] Worker group FAILED. 3/3 attempts left; will restart worker group\n" + raised(3, OOM), "rank_lost/crashed", (3,), "GPU memory"),
         # what did not start
         ("pdsh@head: gpu-b: ssh exited with exit code 255\n", "rank_lost/silent", (), "gpu-b"),
-        ("0/8 nodes are available: 8 Insufficient nvidia.com/gpu.\n", "rank_lost/silent", (), "nvidia.com/gpu"),
+        ("0/8 nodes are available: 8 Insufficient nvidia.com/gpu.\n", "rank_lost/configuration", (), "nvidia.com/gpu"),
         ("slurmstepd: error: execve(): /e/python: No such file or directory\nsrun: error: g1: tasks 0-3: Exited with exit code 2\n", "rank_lost/silent", (), "/e/python"),
     ],
 )  # fmt: skip

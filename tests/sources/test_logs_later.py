@@ -136,11 +136,14 @@ def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> N
         "[03/02 08:00:00 d2.engine.hooks]: Overall training speed: 8998 iterations in 0:54:00 (0.3601 s / it)\n",
         "Training time 1:12:40\n",
         "300 epochs completed in 4.182 hours.\n",
+        "training complete, 1000 steps in 613.1 s\n",
+        "Training finished with 2 checkpoints.\nResult(metrics={'loss': 0.5, 'epoch': 12}, error=None)\n",
     ],
 )
 def test_a_job_that_says_at_its_end_that_it_is_done_ended_well(tmp_path: Path, end: str) -> None:
     report = diagnose(tmp_path, raised(0, OOM) + "[rank0]: retrying with batch size 8\n" + end)
     assert report.findings == () and any("says that the job ended well" in note for note in report.notes)
+    assert (report.state, report.unjudged) == ("ended", None)
     assert only(diagnose(tmp_path, end + raised(0, OOM))).culprits == (0,)
 
 
@@ -183,6 +186,7 @@ def test_a_server_that_was_asked_to_shut_down_ended_well(tmp_path: Path, before:
     report = diagnose(tmp_path, before + "INFO:     Shutting down\n" + SERVER_STOPS)
     assert report.findings == ()
     assert any("says that the job ended well" in note for note in report.notes) is well
+    assert (report.state == "ended") is well is (report.unjudged is None)
 
 
 STOPPED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2031-01-02T03:04:05 DUE TO {} ***\n"
@@ -193,11 +197,11 @@ STOPPED = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2031-01-02T03:04:0
     [
         (
             STOPPED.format("PREEMPTION") + "# restart: SLURM_RESTART_COUNT=1\n",
-            "2031-01-02T03:04:05: preemption on line 2",
+            "2031-01-02T03:04:05: preemption (line 2)",
         ),
-        (STOPPED.format("PREEMPTION") + "srun: job 7 has been allocated resources\n", "preemption on line 2"),
+        (STOPPED.format("PREEMPTION") + "srun: job 7 has been allocated resources\n", "preemption (line 2)"),
         ("srun: error: Node failure on n4\nSLURM_RESTART_COUNT: 2\nstep 60 loss 0.3\n", "node n4 was lost"),
-        (STOPPED.format("NODE FAILURE") + "step 400 loss 0.3\nstep 800 loss 0.3\n", "node failure on line 2"),
+        (STOPPED.format("NODE FAILURE") + "step 400 loss 0.3\nstep 800 loss 0.3\n", "node failure (line 2)"),
     ],
 )
 @pytest.mark.parametrize("end", ["", STOPPED.format("X Y").replace("03:04:05", "09:00:00")])
@@ -469,3 +473,56 @@ def test_torchruns_agent_says_that_its_ranks_ended_well(tmp_path: Path) -> None:
     end = "I614 09:44:50.0 711 torch/distributed/elastic/agent/server/api.py:879] [default] worker group successfully finished. Waiting 300 seconds for other agents to finish.\n"
     report = diagnose(tmp_path, "[rank0] step 900 loss 1.4 world 4\n" + end)
     assert report.findings == () and any("line 2 of" in n and "ended well" in n for n in report.notes)
+
+
+DONE = "step 90 loss 1.2\n0: [2031-01-02 03:00:00] training finished: 90 iterations, val ppl 5.8\nsaved the last checkpoint\n"
+LIMIT = "slurmstepd: error: *** STEP 7.0 ON n1 CANCELLED AT 2031-01-02T03:04:05 DUE TO TIME LIMIT ***\n"
+SIGTERM = "W0206 12:00:07.4 7 torch/distributed/elastic/agent/server/api.py:719] Received 15 death signal, shutting down workers\n"
+
+
+@pytest.mark.parametrize("stop", [LIMIT, SIGTERM, LIMIT + "srun: error: n1: tasks 0-1: Terminated\n"])
+def test_a_stop_after_the_job_has_ended_is_no_failure(tmp_path: Path, stop: str) -> None:
+    for words in (
+        DONE,
+        "step 9 loss 2.1\nTraining complete.\n",
+        "Epoch 4: 100%|##| 9/9\n`Trainer.fit` stopped: `max_epochs=5` reached.\n",
+    ):
+        report = diagnose(tmp_path, words + stop)
+        assert (report.state, report.findings, report.unjudged, report.state_text) == ("ended", (), None, None)
+        assert any("after the job had ended well: stopped by" in note for note in report.notes)
+    (tmp_path / "slurm.out").write_text(stop)
+    report = diagnose_logs([str(tmp_path / "slurm.out"), str(tmp_path / "job.log")])
+    assert report is not None and report.state == "failed"
+    (tmp_path / "job.log").write_text(DONE)
+    report = diagnose_logs([str(tmp_path / "slurm.out"), str(tmp_path / "job.log")])
+    assert report is not None and report.state == "ended"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "step 90 loss 1.2\n",
+        "the preparing job finished\n",
+        "step 90 loss 1.2\nEvaluation run finished\n",
+        DONE + "Starting trial 2\n",
+        DONE + "step 1 loss 2.0\n",
+        "step 90 loss 1.2\nTraining complete, starting the evaluation\n",
+        DONE + raised(0, "ValueError: no such bucket"),
+    ],
+)
+def test_a_stop_in_a_job_that_has_not_ended_is_a_failure(tmp_path: Path, words: str) -> None:
+    assert diagnose(tmp_path, words + LIMIT).state == "failed"
+
+
+@pytest.mark.parametrize(("end", "well"), [("OK", True), ("OK (skipped=2)", True), ("FAILED (failures=1)", False)])
+def test_failures_that_a_unittest_wanted_are_none(tmp_path: Path, end: str, well: bool) -> None:
+    report = diagnose(tmp_path, raised(0, OOM) + f"{'-' * 70}\nRan 6 tests in 81.331s\n\n{end}\n")
+    assert (report.findings == ()) is well and (report.state == "ended") is well
+
+
+def test_the_log_of_one_of_several_ranks_does_not_show_how_the_job_ended(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"rank{rank}.log").write_text(f"Rank: {rank}, world size: 2\nstep 9 loss 2.1\nTraining finished\n")
+    one, both = (diagnose_logs([str(tmp_path / f"rank{r}.log") for r in range(n)]) for n in (1, 2))
+    assert one is not None and one.unjudged is not None
+    assert both is not None and both.unjudged is None

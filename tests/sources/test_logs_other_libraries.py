@@ -234,10 +234,16 @@ def test_oneccls_prefix_names_the_process_that_hydra_names_with_its_rank(tmp_pat
     what = "oneCCL: ze_call.cpp:2 EXCEPTION: ze error, code: ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\n"
     text = "[rank=0]: step 3\n[rank=5]: step 3\n2031:03:02-09:00:00:(7105) |CCL_ERROR| worker.cpp:3 caught: " + what
     text += f"terminate called after throwing an instance of 'x'\n  what():  {what}"
+    pals = diagnose(
+        tmp_path, text + "x1.y: rank 5 died from signal 6 and dumped core\nx2.y: rank 2 died from signal 15\n"
+    )
+    assert only(pals).culprits == (5,) and "xpu-smi" in only(pals).advice
+    nobody = only(diagnose(tmp_path, text.replace("(7105) ", "")))
+    assert nobody.message == "a process ran out of GPU memory inside oneCCL, not in torch's allocator"
     for rank, signal in ((5, 6), (2, 9)):
         text += f"=   RANK {rank} PID {7100 + rank} RUNNING AT n{rank}\n=   KILLED BY SIGNAL: {signal} (x)\n"
     f = only(diagnose(tmp_path, text))
-    assert f.culprits == (5,) and f.message == "rank 5 on n5 ran out of GPU memory"
+    assert f.culprits == (5,) and f.message.startswith("rank 5 on n5 ran out of GPU memory inside oneCCL")
 
 
 NPU = "RuntimeError: [ERROR] HCCL error in: torch_npu/csrc/x.cpp:5\n[ERROR] 2031-03-02-09:0{q}:00 (PID:41{q}, Device:{q}, RankID:{q}) ERR02200 DIST call hccl api failed.\n"

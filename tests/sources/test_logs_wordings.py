@@ -199,6 +199,33 @@ def test_megatron_names_the_rank_whose_numbers_are_not_finite(tmp_path: Path) ->
     assert diagnose(tmp_path, line.format("7.31", "x") + "step 31 loss 2.1\n").findings == ()
 
 
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        ("RuntimeError: Rank 3, node n1, device 3, iteration 30: Unexpected result nan (message='found NaN in local grad norm for bucket #0')", "gradient"),
+        ("RuntimeError: Rank 3, node n1, device 3, iteration 30: Unexpected result nan (message='found NaN in local forward loss')", "loss"),
+        ("AssertionError: Rank 3: found NaN in local grad norm in backward pass before data-parallel communication collective. Device: 3, node: n1", "gradient"),
+    ],
+)  # fmt: skip
+def test_an_exception_of_megatron_names_the_rank_that_is_not_finite(tmp_path: Path, what: str, cause: str) -> None:
+    f = only(diagnose(tmp_path, raised(3, what)))
+    assert (f.kind, f.cause, f.culprits) == ("nonfinite", cause, (3,)) and f.message.startswith("rank 3 found a ")
+
+
+HF = "{{'loss': {}, 'grad_norm': {}, 'learning_rate': 1e-05, 'epoch': 0.{}}}\n"
+SUMMARY = "{'train_runtime': 24.7, 'train_loss': 0.17, 'epoch': 2.8}\nSaving model checkpoint to o\n"
+
+
+@pytest.mark.parametrize(("loss", "words"), [("0.0", "0, and the norm of the gradient NaN"), ("nan", "NaN")])
+@pytest.mark.parametrize("end", ["", SUMMARY])
+def test_a_trainer_that_leaves_nan_out_of_its_loss(tmp_path: Path, loss: str, words: str, end: str) -> None:
+    first = HF.format("1.7", "2.2", 1)
+    f = only(diagnose(tmp_path, first + "".join(HF.format(loss, "nan", n) for n in range(2, 30)) + end))
+    assert f.kind == "nonfinite" and f"the loss is {words}, from line 2 " in f.message
+    healthy = "".join(HF.format("0.0", "0.01", n) + HF.format("1.2", "nan", n) for n in range(9))
+    assert diagnose(tmp_path, first + healthy + end).findings == ()
+
+
 def test_a_store_whose_address_means_the_host_itself(tmp_path: Path) -> None:
     what = "torch.distributed.DistNetworkError: The client socket has timed out after 300000ms while trying to connect to (0.0.0.0, 51216)."
     f = only(diagnose(tmp_path, raised(0, what)))

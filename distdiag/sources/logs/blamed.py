@@ -157,7 +157,7 @@ def absent_at_barrier(found: Collected, facts: Sequence[Fact]) -> Blamed:
 def absent_clients(found: Collected, facts: Sequence[Fact]) -> Blamed:
     """Return the ranks that did not join the job's store, if the log shows all others."""
     expected, joined = highest(facts, "expected") or 0, highest(facts, "joined") or 0
-    here = found.announced if "launched" in facts[0].fields else found.ranks
+    here = {*found.announced} if "launched" in facts[0].fields else found.ranks
     absent = set(range(min(expected, MAX_RANKS))) - here
     whole = found.world_size in (None, expected) and max(found.ranks, default=0) < expected  # else nodes join
     few = len(absent) == expected - joined <= (expected if "launched" in facts[0].fields else joined)

@@ -336,6 +336,8 @@ class Collector:
         key = (name, kind, line.path, who.rank, who.process, who.task, who.group)
         if name == "lost_worker" and self._learned.shut.get(line.path, line.number) < line.number:
             return None  # its client reports the end of a process that was asked to exit
+        if "what(): " in line.text and _repeats(out.facts[-1:], name, fields, line):
+            return None
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.facts) >= MAX_FACTS:
             return None
@@ -357,6 +359,14 @@ class Collector:
         for line, row in self._table.take(at_end):
             who = Writer(rank=rank_of(row), host=row.get("host", ""), at=time_of(row.get("time", "")))
             self._add("ended", Role.EXIT, row, Line(path, line, "", who, (path,), self._order))
+
+
+def _repeats(last: list[Fact], name: str, fields: Mapping[str, str], line: Line) -> bool:
+    """True if the runtime of C++ prints the exception again by which its process ends."""
+    return any(
+        (f.name, f.fields, f.path) == (name, fields, line.path) and f.line >= line.number - lines.LINES_AFTER
+        for f in last
+    )
 
 
 def _without_count(text: str, who: Writer) -> str:

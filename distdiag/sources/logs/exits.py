@@ -157,6 +157,14 @@ def sent(found: Collected) -> str:
     return next((_by(end) for end in _ends(found) if _by(end) in ("SIGTERM", "SIGINT", "SIGHUP")), "")
 
 
+def only_stopped(found: Collected) -> bool:
+    """True if all that is left is a stop from outside, and processes that ended by its signals."""
+    ends = [f for f in found.facts if f.role not in (Role.FACT, Role.HINT)]
+    others = (f for f in ends if f.role is not Role.STOP)
+    stopped = any(f.role is Role.STOP for f in ends) or sent(found)
+    return bool(stopped) and all(f.role is Role.EXIT and _by(f) in (*_SENT, "SIGKILL") for f in others)
+
+
 def _code(f: Fact) -> int:
     """Return the exit code that a launcher reports; negative for a signal."""
     how, name = f.fields.get("how", ""), f.fields.get("signal", "")

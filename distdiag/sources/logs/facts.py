@@ -87,6 +87,7 @@ class Loss:
     line: int = 0
     times: int = 0
     finite: bool = False
+    zero: bool = False  # it is shown as 0, with a gradient whose norm is NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class Collected:
     addresses: dict[str, dict[str, str]] = field(default_factory=dict)  # of all interfaces that NCCL uses on a host
     node_of: dict[str, str] = field(default_factory=dict)  # of a pod that kubectl describes
     joined: set[int] = field(default_factory=set)  # ranks that have joined the job's store
-    announced: set[int] = field(default_factory=set)  # ranks that wrote their number before they joined it
+    announced: dict[int, Fact] = field(default_factory=dict)  # ranks that wrote their number before they joined it
     gpus: int = 0  # of each node, by verl's settings
     tasks: int = 0  # that Slurm was asked to start
     series: dict[tuple[str, Path, int | None], list[Fact]] = field(default_factory=dict)  # how fast the ranks are
@@ -185,6 +186,7 @@ class Collected:
     fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
     errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
     well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well
+    late_stop: Fact | None = None  # from outside, after the job had ended well
     ended: bool = False  # the last lines say that the job ended well
     over: dict[Path, tuple[int, str]] = field(
         default_factory=dict

@@ -266,6 +266,8 @@ def text_of(f: Fact, meaning: Meaning) -> str:
         fields["because"] = "" if again else f", because of {fields['cause']}"
     elif f.name == "xid":
         fields["text"] = f": {shortened(fields['text'], 80).rstrip('.')}" if fields["text"] else ""
+    elif f.name.startswith("nan_"):
+        fields["step"] = f" in iteration {fields['step']}" if fields["step"] else ""
     elif f.name == "port_in_use":
         fields["port"] = f"port {fields['port']}" if fields["port"] else "the port"
     return meaning.text.format_map(fields).rstrip()

@@ -176,12 +176,13 @@ def _why_unreached(found: Collected, f: Fact) -> None:
                 break
 
 
-def _of_announced(found: Collected, f: Fact) -> None:
+def of_announced(found: Collected, f: Fact) -> None:
     """Add to a store that not all ranks joined that those which did have announced themselves in the log."""
     if len(found.announced) == f.number("joined") and max(found.announced, default=0) < (f.number("expected") or 0):
         f.fields["launched"] = ""
         if found.tasks == f.number("joined") and not found.per_node:
             f.fields["launched"] = f", and Slurm was asked for {found.tasks} tasks, which are one rank each"
+            return
     came = {(fact.path, fact.who.process or fact.who.label) for fact in found.named("clients")}
     names = (item for item in found.unreached.items() if item[0] not in came and item[1].startswith("the name"))
     for (path, who), why in itertools.islice(names, 1):
@@ -263,7 +264,7 @@ def _of_setting(found: Collected, f: Fact) -> None:
 
 
 # what is added to the facts of a name
-_MORE = {"store_connect": _why_unreached, "clients": _of_announced, "closed": _of_interface, "no_interface": _of_setting}  # fmt: skip
+_MORE = {"store_connect": _why_unreached, "clients": of_announced, "closed": _of_interface, "no_interface": _of_setting}  # fmt: skip
 
 
 def _numbered(found: Collected) -> set[str]:

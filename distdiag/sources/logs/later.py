@@ -49,7 +49,9 @@ _STEP = bounded(
     r"^(?=.{0,999}\b(?:loss|lr|grad))(?!.{0,999}\b(?i:eval|valid|test)).{0,999}?(?:\b(?:global_)?(?:[Ss]teps?|[Ii]t(?:er(?:ation)?s?)?)\b\W{0,12}(?P<step>\d{1,9})|[\[ |](?P<bar>\d{1,9})/\d{1,9}(?:\]| \[\d))"
 )
 _SHOWN = bounded(r"\D{0,30}\d{1,12}(?:\D{1,40}\d{1,12})?")  # how far it is
-_NO_PROGRESS = bounded(r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b")
+_NO_PROGRESS = bounded(
+    r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b|\bResult\(metrics="
+)
 _OF_LIBRARY = bounded(
     r"NCCL INFO|\.(?:cpp|cc):\d|Missing ranks:|/site-packages/|WARN|[Ww]arning\b|OMP_NUM_THREADS"
 )  # not a line of the program
@@ -74,6 +76,8 @@ _LOSS = bounded(
     r"(?<!\w)(?:lm |train[_/ ]?)?loss(?:/[\w/]{1,40})?['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))",
     re.IGNORECASE,
 )
+# how a trainer shows it that leaves NaN out of the loss
+_ZERO = bounded(r"\bloss['\"]?[\s:=]{1,4}0(?:\.0{1,9})?(?![\d.e]).{0,80}?\bgrad_?norm['\"]?[\s:=]{1,4}nan\b")
 _BUT = r"(?!.{0,60}(?:(?<!without )(?<!no )error(?!s?\W{1,2}(?:None|0)\b)|fail|code:? ?-?[1-9]|killed|signal|cancel))"
 _AGENT = bounded(
     r"worker group successfully finished|WorkerState\.SUCCEEDED"
@@ -82,7 +86,7 @@ _AGENT = bounded(
 # launcher; of one process
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded|\b\w{1,40}Job \S{1,253} (?:is )?successfully completed\b)")),
-    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|experiment|all (?:epochs|steps))(?: (?:run|job|loop|has|have|is|was|successfully)){0,3} (?:finished(?! (?:iter|epoch|step))|completed|done|succeeded)\b)" + _BUT)),
+    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|experiment|all (?:epochs|steps))(?: (?:run|job|loop|has|have|is|was|successfully)){0,3} (?:finished(?! (?:iter|epoch|step))|completed|complete(?=\W{0,3}(?:$|\d(?!\d{0,2}%)))|done|succeeded)\b)" + _BUT)),
     ("part", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
     ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b|, (?:cleaning up|destroying|shutting down)\b)" + _BUT)),
@@ -98,7 +102,7 @@ _WELL = (
 )  # fmt: skip
 # one of them is in every line that such a pattern, or `_TESTED`, matches: these take long
 _OF_END = bounded(
-    r"(?i:complete|succe|finish|done|passed|reached|runtime|exit|return|shutdown|100%|training (?:time|speed))"
+    r"(?i:complete|succe|finish|done|passed|reached|runtime|exit|return|shutdown|100%|training (?:time|speed)|ran \d)"
 )
 # a shell's prompt: the command before it is over; one that shows another file, and any other
 _PROMPT = bounded(r"^(?:\S{0,80}\$|\S{1,80}#) (?P<shows>(?:tail|head|cat|zcat|less|grep|sed|awk)\s)?\S")
@@ -107,9 +111,18 @@ _SHOWS = re.compile(rb"(?m)^(?:\S{0,80}\$|\S{1,80}#) (?:tail|head|cat|zcat|less|
 _BAR = bounded(
     r"^(?P<what>[A-Za-z][^|%]{2,80}?):? {1,9}\d{1,3}%\|.{0,80}?\| *(?P<n>\d{1,15})/(?P<of>\d{1,15}) \[[\d:]{4,12}<(?P<left>[\d:]{4,12})\b"
 )
+# pytest; unittest, with its next line: all failures were wanted
 _TESTED = bounded(
     r"^=* ?\d{1,6} passed(?!.{0,80}\bfailed\b).{0,80} in \d{1,9}(?:\.\d{1,3})?s\b"
-)  # pytest: all failures were wanted
+    r"|^Ran [1-9]\d{0,5} tests? in \d{1,9}(?:\.\d{1,3})?s OK(?: \([^)]{1,80}\))?$"
+)
+# more work begins; the words of an end are only of a part
+_BEGINS = bounded(
+    r"(?i:\binitiali[sz]ing distributed|\b(?:start|begin|running|launch)\w{0,4} (?:\w{1,20} ){0,2}(?:train|trial|fold|run\b|epoch|eval|valid|test|infer)|\b(?:trial|fold|stage|phase) \d)"
+)
+_OF_PART = bounded(
+    r"(?i:\b(?:eval|val|test|warm|load|sav|pre|data|dry|sanity|profil|tun|bench|trial|sub|epoch|download|upload|setup|compil)[^\]:|>)]{0,60}$)"
+)
 
 
 @dataclass
@@ -143,7 +156,9 @@ class Later:
     began: bool = False  # there is progress before a failure
     stepped_at: dict[Path, int] = field(default_factory=dict)  # the last line of progress before a failure
     over: dict[Path, tuple[int, str]] = field(default_factory=dict)  # as in `Collected`
-    tests: set[Path] = field(default_factory=set)  # files that end with the summary of pytest
+    finished: dict[Path, int] = field(default_factory=dict)  # the line by which the whole job ended well; 0 if none did
+    tests: set[Path] = field(default_factory=set)  # files that end with the summary of pytest or unittest
+    _next: str = ""  # the line after the one that is read
     _head: bytes = b""
     # ranks whose losses in the file that is read are all NaN, so far
     _nan: set[int | None] = field(default_factory=set)
@@ -188,6 +203,7 @@ class Later:
                         if not code:
                             self._said(key, text, before and number < (after or 0))
                         progress = _progress(text)
+                        self._finish(path, number, text, progress is not None)
                         if progress:
                             self.stepped.add(key)
                         elif key not in self.stepped and _FATAL.search(text) and not (who.mild or _NO_END.search(text)):
@@ -224,7 +240,7 @@ class Later:
         self.loss = {key: loss for key, loss in self.loss.items() if key[0] != path}
         self.said = {key: text for key, text in self.said.items() if key[0] != path}
         self.fatal = {key: line for key, line in self.fatal.items() if key[0] != path}
-        for by_path in (self.steps, self.times, self.errors, self.bars):
+        for by_path in (self.steps, self.times, self.errors, self.bars, self.finished):
             by_path.pop(path, None)
         self.stepped = {key for key in self.stepped if key[0] != path}
 
@@ -240,6 +256,15 @@ class Later:
         if _AGENT.search(text) is not None:
             self.well.setdefault((path, "agent"), number)
 
+    def _finish(self, path: Path, number: int, text: str, goes_on: bool) -> None:
+        """Note the last line by which the whole job ended well, unless it goes on, or more work begins, after that."""
+        if path not in self.finished and (goes_on or _BEGINS.search(text) or number <= self.restarts.get(path, 0)):
+            self.finished[path] = 0
+        elif path not in self.finished and _OF_END.search(text):
+            words = (regex.search(text) for scope, regex in _WELL if scope in ("job", "file"))
+            if any(m is not None and _OF_PART.search(text[: m.start()]) is None for m in words):
+                self.finished[path] = number
+
     def _said(self, key: tuple[Path, int | None, int | None], text: str, before: bool) -> None:
         """Keep a line that is no error: the last one of a process, and its last one before a failure, unless it went on after that."""
         if (before or key not in self.said) and _NO_PROGRESS.search(text) is None and "File " not in text:
@@ -253,21 +278,25 @@ class Later:
         return "" if _progress(text) else PREFIX.sub("", text).strip()
 
     def _loss(self, path: Path, number: int, text: str, who: Writer) -> None:
-        if "oss" not in text or (m := _LOSS.search(text)) is None:
+        # a summary's mean leaves out what is not finite
+        if "oss" not in text or "train_runtime" in text or (m := _LOSS.search(text)) is None:
             return
         loss = self.loss.setdefault((path, who.rank), Loss())
-        loss.finite |= m[1].lower() != "nan"
+        zero = _ZERO.search(text) is not None
+        loss.finite |= m[1].lower() != "nan" and not zero
         if not loss.finite:
-            loss.line, loss.times = number, loss.times + 1
+            loss.line, loss.times, loss.zero = number, loss.times + 1, zero
         (self._nan.discard if loss.finite else self._nan.add)(who.rank)
 
     def _line(self, path: Path, number: int, text: str, who: Writer, progress: re.Match[str] | None) -> None:
+        shown, self._next = f"{text} {self._next}" if text.startswith("Ran ") else text, text.strip()
         if _OF_END.search(text) is not None:
             for scope, regex in _WELL:
                 if regex.search(text) is not None and (scope != "exit" or _names(who, who.rank) == [_NAMELESS]):
                     self.well.setdefault((path, scope), number)
-            if _TESTED.search(text) is not None:
+            if _TESTED.search(shown) is not None:
                 self.tests.add(path)
+                self.well.setdefault((path, "file"), number)
         if who.rank is not None and (m := _TOOK.search(text)) is not None:
             self.took.setdefault(who.rank, (float(m["s"]), PREFIX.sub("", text).strip()))
         if progress is None:
@@ -305,6 +334,10 @@ class Later:
     def between(self, path: Path, first: int, last: int, key: object = None) -> int:
         """Return how many lines of progress are between two lines."""
         return self.after(path, first, key) - self.after(path, last, key)
+
+    def done(self, path: Path) -> bool:
+        """True if a file shows progress, and after it says that the whole job ended well, and no more work began."""
+        return self.finished.get(path, 0) > 0 and (self.began or bool(self.progress))
 
     def ended(self, errors: Collection[tuple[Path, int, str]]) -> bool:
         """True if each file with progress, and one at least, ends with words that the job, its launcher or that file's part ended well.

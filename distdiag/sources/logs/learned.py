@@ -99,7 +99,7 @@ class Learned:
     def own_rank(self, of: Of, line: Line) -> None:
         ranks = set(filter(is_rank, [_int(of["r"])]))
         self.found.ranks |= ranks
-        self.found.announced |= ranks
+        self.found.announced |= {rank: self._fact("own_rank", of, line) for rank in ranks}
         self.nccl_rank(of, line)
 
     def world(self, of: Of, line: Line) -> None:

@@ -8,6 +8,7 @@ outside, lost connections, and exit codes. A later kind is reported only if no e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from distdiag.sources.logs.collector import Collector
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
 from distdiag.sources.logs.gpu_memory import memory_of_others
-from distdiag.sources.logs.join import WAITED, before, earlier, join, same_port
+from distdiag.sources.logs.join import WAITED, before, earlier, join, of_announced, same_port
 from distdiag.sources.logs.lines import wrapped_at
 from distdiag.sources.logs.meanings import AFTER_CAUGHT, STOPS, advice_on_stop
 from distdiag.sources.logs.message import Role
@@ -75,6 +76,8 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     earlier, found.past = found.past, []  # ends of containers that were started again
     found = join(found)
     found.facts, past = later.split(found, reader.later)
+    _drop_late_stop(found, reader.later)
+    found.facts += _never_started(found, bool(reader.later.progress) or reader.later.began)
     roles = {f.role for f in found.facts}
     if not roles.isdisjoint(WAITED) and roles.isdisjoint((Role.CAUSE, Role.EXIT)):  # they are what the others met
         found.facts += earlier
@@ -86,7 +89,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found.facts = [f for f in found.facts if f.name != "oom_caught" or f.line > ends.stepped_at.get(f.path, 0)]
     of_job = {key: loss for key, loss in ends.loss.items() if key[0] not in ends.tests}
     found.losses, found.took, found.steps, found.began = of_job, ends.took, bool(ends.progress), ends.began
-    found.over, found.tests, found.ended = ends.over, ends.tests, ends.ended(found.unknown)
+    found.over, found.tests, found.ended = ends.over, ends.tests, bool(found.late_stop) or ends.ended(found.unknown)
     for f in (f for f in found.facts if f.role is Role.WAIT and f.path not in found.bars):
         found.bars[f.path] = ends.moving(f.path, f.line)
 
@@ -107,11 +110,36 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     for path in {path for path, scope in ends.well if scope == "server"} - failing:
         if all(ends.after(p, number) for p, number, _ in found.unknown if p == path):
             found.well.setdefault(path, ends.well[path, "server"])
+            found.ended |= len(found.files) == 1
     failed = {f.path for f in found.facts}
     found.well |= {path: line for path, (line, _) in ends.over.items() if line and path not in failed}
+    stop = found.late_stop
     errors = (item for item in ends.errors.items() if item[0] not in ended_well)
+    errors = (item for item in errors if stop is None or item[0] != stop.path or item[1][0] < stop.line)
     found.errors = {path: error for path, error in errors if not ends.after(path, error[0])}
     return found
+
+
+def _drop_late_stop(found: Collected, ends: later.Later) -> None:
+    """Drop what stopped the job from outside after it had ended well: that is no failure."""
+    if not exits.only_stopped(found):
+        return
+    stops = sorted((f for f in found.facts if f.role in (Role.STOP, Role.EXIT)), key=lambda f: f.role is not Role.STOP)
+    of_ranks = {path for path, _ in ends.progress}
+    if all(ends.done(f.path) for f in stops) or (of_ranks and all(map(ends.done, of_ranks))):
+        found.late_stop = stops[0]
+        found.facts = [f for f in found.facts if f not in stops]
+
+
+def _never_started(found: Collected, stepped: bool) -> list[Fact]:
+    """Return the fact that Slurm started fewer tasks than the job has ranks: those that came wait for the others."""
+    came, failed = found.announced, any(f.role in (*WAITED, Role.CAUSE, Role.START, Role.EXIT) for f in found.facts)
+    if stepped or failed or found.late_stop is not None or not came or len(came) != found.tasks:
+        return []
+    fields = {"joined": str(len(came)), "expected": str(found.world_size or 0)}
+    fact = replace(came[max(came)], name="clients", role=Role.START, fields=fields)
+    of_announced(found, fact)
+    return [fact] if fact.fields.get("launched") else []
 
 
 def judge_logs(
@@ -143,7 +171,7 @@ def judge_logs(
             *([] if findings else advice_on_stop(text or "", "\n".join(f.text for f in found.facts))),
             *_notes(found, findings, bool(findings or text)),
         ),
-        unjudged=None if findings or text or recorded else _unjudged(found),
+        unjudged=None if findings or text or recorded or _all_ended(found) else _unjudged(found),
         state_text=text,
     )
 
@@ -152,6 +180,11 @@ def _cost(f: Finding, found: Collected) -> Finding:
     """Return a finding whose cost counts from the failure on, if the job had made progress before."""
     ran = (found.steps or found.began) and not found.recorded and f.cost == NO_PROGRESS_MADE
     return msgspec.structs.replace(f, cost=NO_PROGRESS_SINCE) if ran else f
+
+
+def _all_ended(found: Collected) -> bool:
+    """True if the job ended well; with logs of single ranks, all of them."""
+    return found.ended and not 0 < len(found.of_file) < (_world(found) or 0)
 
 
 def _unjudged(found: Collected) -> str:
@@ -368,7 +401,8 @@ def _nan(found: Collected, failed: bool = False) -> list[Finding]:
     path, line = first[0], nan[first].line
     who = f" on {rank_list(sorted(culprits))}{' first' if len(nan) == len(found.losses) else ''}" if culprits else ""
     what = Fact("nan", Role.CAUSE, {}, Writer(), path, line, 0)
-    return [finding("nonfinite", "loss", [what], f"the loss is NaN{who}, from line {line:,} of {path.name} on",
+    shown = "0, and the norm of the gradient NaN" if nan[first].zero else "NaN"
+    return [finding("nonfinite", "loss", [what], f"the loss is {shown}{who}, from line {line:,} of {path.name} on",
                     "look at the batch and the loss before it, lower the learning rate, clip gradients, and see the loss scale of fp16; a run that "
                     "distdiag records names the rank and the step where it began", culprits=culprits,
                     cost="" if failed else "what was trained since then is lost")]  # fmt: skip
@@ -450,7 +484,7 @@ def _of_the_past(past: list[Fact], facts: list[Fact], failed: bool) -> str:
 def _in_short(f: Fact) -> str:
     """Return who failed, or what stopped the job, and on which line."""
     if f.role is Role.STOP:
-        return f"{_stop(f)} on line {f.line:,}"
+        return f"{_stop(f)} (line {f.line:,}{_of_file(f)})"
     rank = next((r for r in (f.rank, f.who.rank, f.number("r")) if r is not None), None)
     node = f"node {f.fields['node']}" if "node" in f.fields else ""
     known = MEANINGS.get(f.name)
@@ -498,6 +532,8 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(
             f"NCCL reports on line {warned[0].line:,}{_of_file(warned[0])}: {shortened(warned[0].fields['what'], 160)}"
         )
+    if (late := found.late_stop) is not None:
+        notes.append(f"after the job had ended well: {_in_short(late)}; let the script exit when its work is done")
     if past := [f for f in found.past if f.path not in found.tests and not (judged and f.foreign)]:
         notes.append(_of_the_past(past, found.facts, judged))
     for path, last in [] if judged else list(found.well.items())[:1]:

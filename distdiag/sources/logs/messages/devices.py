@@ -11,9 +11,12 @@ _DEVICE = "it is the device, not the code in the traceback: see `dmesg -T` and t
 
 MESSAGES = (
     message("nan_gradient", C, ("Unexpected result", r"Unexpected result -?(?:nan|inf) (?:on rank (?P<r>\d+)|at \S{1,300} line \d+, invo[ck]ation #\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{0,80}\bgrad[^']{0,120})'"),
-       meaning=Meaning("nonfinite", "gradient", "found a gradient that is not finite in iteration {step} ({what})", NOT_FINITE), about=("r",)),
+       (", iteration ", r"\b[Rr]ank (?P<r>\d{1,6}), node \S{1,253}, device \d{1,4}, iteration (?P<step>\d{1,18}): Unexpected result -?(?:nan|inf) \(message='(?P<what>[^']{0,80}\bgrad[^']{0,120})'"),
+       ("found NaN in", r"\bRank (?P<r>\d{1,6}): (?P<what>found NaN in local (?:forward )?grad norm)"),
+       meaning=Meaning("nonfinite", "gradient", "found a gradient that is not finite{step} ({what})", NOT_FINITE), about=("r",)),
     message("nan_loss", C, ("Unexpected result", r"Unexpected result -?(?:nan|inf) (?:on rank (?P<r>\d+)|at \S{1,300} line \d+, invo[ck]ation #\d+) at iteration #(?P<step>\d+) .{0,40}?\(message='(?P<what>[^']{1,160})'"),
-       meaning=Meaning("nonfinite", "loss", "found a result that is not finite in iteration {step} ({what})", NOT_FINITE), about=("r",)),
+       (", iteration ", r"\b[Rr]ank (?P<r>\d{1,6}), node \S{1,253}, device \d{1,4}, iteration (?P<step>\d{1,18}): Unexpected result -?(?:nan|inf) \(message='(?P<what>[^']{1,160})'"),
+       meaning=Meaning("nonfinite", "loss", "found a result that is not finite{step} ({what})", NOT_FINITE), about=("r",)),
     message("loss_scale", C, ("loss scale already at minimum", r"(?:Current )?[Ll]oss scale already at minimum"),
        meaning=Meaning("nonfinite", "gradient", "got gradients that overflow fp16, until the loss scale was at its minimum", "look for NaN in the loss and the data, lower the learning rate, or train in bf16")),
     message("throttled", H, ("Slowdown", r"^\s{4,99}(?P<what>HW (?:Thermal |Power Brake )?Slowdown)\s{1,99}: Active\s*$")),
@@ -49,7 +52,7 @@ MESSAGES = (
        meaning=Meaning("gpu", "nvlink", "has a fatal NVSwitch error: SXid {xid} at PCI {pci}: {text}", "it is the NVLink fabric: take the node out, and restart nvidia-fabricmanager; `nvidia-smi nvlink -e`"), own=True, of_node=True, of_driver=True),
     message("device_oom", C, (" out of memory. Tried", r"\bNPU out of memory\."),
        ("ut of memory", r"(?:RESOURCE_EXHAUSTED: |Resource exhausted: |(?<=: ))(?:Out of memory while trying to allocate|Ran out of memory in memory space)"),
-       meaning=Meaning("rank_lost", "crashed", "ran out of device memory", "lower the batch or sequence length of that rank's largest batch, use checkpointing, or split the model over more devices; see whether another process holds memory there")),
+       meaning=Meaning("rank_lost", "crashed", "ran out of device memory", "lower the batch or sequence length of the largest batch, use checkpointing, or split the model over more devices; see whether another process holds memory there")),
     message("xpu_lost", C, ("DEVICE_LOST", r"\b(?P<what>(?:ZE|UR)_RESULT_ERROR_DEVICE_LOST)\b"),
        meaning=Meaning("gpu", "lost", "lost its GPU ({what})", "see `dmesg -T` on that host: the driver (xe, i915) reset the GPU because a job did not end, or the GPU failed; if only this GPU has it, take it out")),
     message("npu_busy", C, ("Failed to initialize the HCCP process", r"Failed to initialize the HCCP process"),
@@ -60,6 +63,8 @@ MESSAGES = (
        meaning=Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program"), of_node=True, of_process=True, once="job"),
     message("oom_caught", H, ("CUDA out of memory", r"\bWARN(?:ING)?\b.{0,200}CUDA out of memory\..{0,80}?\bGPU (?P<gpu>\d{1,4})\b"),  # a warning of the program
        meaning=Meaning("rank_lost", "crashed", "ran out of memory on GPU {gpu}", "let an out-of-memory error end all ranks instead of skipping the batch on one, and lower the batch (--max-tokens, micro-batch, sequence length) until its largest one fits")),
+    message("ccl_oom", C, ("OUT_OF_DEVICE_MEMORY", r"\boneCCL: .{0,300}?\b(?:ZE|UR)_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),
+       meaning=Meaning("rank_lost", "crashed", "ran out of GPU memory inside oneCCL, not in torch's allocator", "compare torch's peak (torch.xpu.max_memory_allocated) with the GPU's memory (`xpu-smi stats`): if it is small, oneCCL holds the rest: update oneCCL, cache fewer IPC handles (CCL_ZE_CACHE_OPEN_IPC_HANDLES_THRESHOLD), keep fewer groups and collectives in flight; else lower the batch or sequence length")),
     message("cuda_oom", C, ("CUDA out of memory", r"CUDA out of memory\. ?(?P<what>(?:(?!CUDA out of memory).){0,900})"),
        (" out of memory. Tried", r"\b(?:HIP|XPU) out of memory\. ?(?P<what>.{0,600})"),
        ("OUT_OF_DEVICE_MEMORY", r"\b(?:ZE|UR)_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),

@@ -38,7 +38,8 @@ MESSAGES = (
        ("world size: ", r"\busing world size: (?P<world>\d{1,7})\b"),  # Megatron
        ("dist_world_size=", r"\bdist_world_size=(?P<world>\d{1,7})\b")),
     message("node_ranks", F, ("global_rank_mapping=", r"\bglobal_rank_mapping=.{0,60}?(?P<nodes>\{.{1,1000})")),
-    message("tasks", F, ("--ntasks", r"(?:^#SBATCH|\bsrun\b.{0,200}?) --ntasks[= ](?P<n>\d{1,6})\b")),
+    message("tasks", F, ("--ntasks", r"(?:^#SBATCH|\bsrun\b.{0,200}?) --ntasks[= ](?P<n>\d{1,6})\b"),
+       ("NumTasks=", r"\bNumTasks=(?P<n>\d{1,6})\b")),
     message("torchrun", F, ("distributed/elastic", r"torch/distributed/elastic"),
        ("distributed.elastic", r"torch\.distributed\.elastic"),
        ("Setting OMP_NUM_THREADS", r"Setting OMP_NUM_THREADS environment variable for each process")),
