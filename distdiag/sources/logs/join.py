@@ -282,9 +282,7 @@ def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | No
     """Return the rank of the process that a fact is about, by the line, then by what names the process elsewhere."""
     pid, who = f.number("pid"), f.who
     nth, on_node = f.number("nth_node"), f.number("on_node")
-    if (
-        nth is not None and on_node is not None and (nth == 0 or on_node < found.gpus)
-    ):  # verl numbers its workers by nodes
+    if nth is not None and on_node is not None and on_node < found.gpus:  # verl numbers its workers by nodes
         return nth * found.gpus + on_node
     if pid is None and f.role is Role.CAUSE and "pci" in f.fields:  # the driver's later lines name the process
         pid = found.pid_of.get((f.path, f.fields["pci"].rpartition(".")[0] or f.fields["pci"]))
