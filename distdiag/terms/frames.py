@@ -20,8 +20,10 @@ _LIBRARY = re.compile(
 
 # py-spy and the profiler leave out the folder of installed packages: `tqdm/_monitor.py`
 _SHORT_PACKAGE = re.compile(
-    r"^(?:accelerate|composer|datasets|deepspeed|diffusers|fairscale|ignite|keras|lightning|lightning_fabric|mlflow|numpy|pandas|peft|"
-    r"pytorch_lightning|ray|sentry_sdk|tensorboardX?|timm|torchdata|torchvision|tqdm|transformers|trl|wandb)/"
+    r"^(?:accelerate|aiohttp|apex|azure|boto3|botocore|composer|cv2|dask|datasets|decord|deepspeed|diffusers|fairscale|filelock|flash_attn|fsspec|gcsfs|"
+    r"google|grpc|h5py|httpcore|httpx|huggingface_hub|ignite|joblib|keras|lightning|lightning_fabric|litdata|lmdb|mlflow|mpi4py|numpy|pandas|PIL|peft|"
+    r"psycopg2?|pyarrow|pymongo|pytorch_lightning|ray|redis|requests|s3fs|s3transfer|safetensors|scipy|sentry_sdk|sklearn|sqlalchemy|"
+    r"tensorboardX?|timm|tokenizers|torchaudio|torchdata|torchmetrics|torchvision|tqdm|transformers|triton|trl|urllib3|wandb|webdataset|zarr|zmq)/"
 )
 
 

@@ -14,6 +14,7 @@ from distdiag.diagnosis.model.findings import Finding, Report, Severity, at_leas
 from distdiag.sources.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, write
 
+MINUTE_NS = 60_000_000_000
 SHARED = Path(__file__).resolve().parents[2] / "../shared/fr-dumps"
 REAL = ("gpu_error_2nd", "lock_gil_1st")
 
@@ -175,7 +176,7 @@ def test_a_rank_waits_in_what_its_device_has_begun(tmp_path: Path) -> None:
     for rank, group in ((0, "2"), (1, "3")):
         job.issue(rank, "all_reduce", group, False, line=77)
     for recorder in job.ranks:
-        recorder.entries[-1] |= {"state": "started", "time_discovered_started_ns": job.now_ns}
+        recorder.entries[-1] |= {"state": "started", "time_discovered_started_ns": job.now_ns + MINUTE_NS}
     for rank in (0, 1):
         job.issue(rank, "all_reduce", "0", False, line=112)
     f = only(diagnose(tmp_path, job))
@@ -217,7 +218,7 @@ def test_a_device_that_has_not_begun_the_operation_is_the_culprit(tmp_path: Path
     job = trained(Job(4))
     job.collective(done=False)
     for r in (0, 1, 3):
-        job.ranks[r].entries[-1].update(state="started", time_discovered_started_ns=job.now_ns)
+        job.ranks[r].entries[-1].update(state="started", time_discovered_started_ns=job.now_ns + MINUTE_NS)
     f = only(diagnose(tmp_path, job))
     assert summary(f) == ("stall", "unknown", (2,))
     assert "issued all_reduce #21" in f.message and "not begun" in f.message

@@ -8,7 +8,7 @@ import pytest
 
 from distdiag.sources.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, write
-from tests.sources.test_dumps import only, summary
+from tests.sources.test_dumps import MINUTE_NS, only, summary
 
 MICRO = 3
 
@@ -148,7 +148,7 @@ def test_a_send_that_completed_shorter_than_its_recv_is_a_mismatch(tmp_path: Pat
         step(job)
     issue(job, 0, "send 0->1", True, 50, (3072,))
     issue(job, 1, "recv 1<-0", False, 51)
-    job.ranks[1].entries[-1]["time_discovered_started_ns"] = job.now_ns
+    job.ranks[1].entries[-1]["time_discovered_started_ns"] = job.now_ns + MINUTE_NS
     job.ranks[1].entries[-1]["state"] = "started"
     issue(job, 0, "recv 0<-1", False, 63)
     issue(job, 1, "send 1->2", False, 52)
@@ -183,7 +183,7 @@ def test_a_recv_behind_another_has_been_issued(tmp_path: Path) -> None:
     for rank, op, begun in ((0, "recv 0<-1", 1), (1, "recv 1<-0", 1), (1, "recv 1<-2", 0), (2, "send 2->1", 1)):
         issue(job, rank, op, False, 51)
         if begun:
-            job.ranks[rank].entries[-1] |= {"state": "started", "time_discovered_started_ns": job.now_ns}
+            job.ranks[rank].entries[-1] |= {"state": "started", "time_discovered_started_ns": job.now_ns + MINUTE_NS}
     for ring in job.ranks:
         del ring.entries[0]
     write(tmp_path, job)

@@ -431,3 +431,15 @@ def test_another_size_at_the_same_line_is_nothing_left_out(tmp_path: Path) -> No
         job.ranks[r].entries[-1]["input_sizes"] = [[7 if r == 3 else 3]]
     f = only(diagnose(tmp_path, job))
     assert summary(f) == ("mismatch", "shape", (3,)) and "left out" not in f.message + f.advice
+
+
+def test_other_operations_of_one_number_are_a_mismatch_also_on_a_path_that_the_data_leads_away(tmp_path: Path) -> None:
+    """It was a deadlock for a missing rank: no token for an expert, so one rank leaves out its all_gather."""
+    job = trained(Job(4))
+    for n in range(30):
+        for r in range(4):
+            for op, line in (("_all_gather_base", 52), ("_reduce_scatter_base", 77)):
+                if n < 29 or (op == "_all_gather_base") is (r != 2):
+                    job.issue(r, op, "0", n < 29, line=line)
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "op", (2,)) and "a branch on the data (no token for an expert)" in f.advice

@@ -31,6 +31,22 @@ def test_a_rank_with_recent_progress_shows_a_running_job(tmp_path: Path) -> None
     assert "rank 2 was on its way to all_reduce #21" in report.findings[0].message
 
 
+@pytest.mark.parametrize(("asked_s", "running"), [(0.001, True), (60, False)])
+def test_a_dump_that_found_the_operation_just_begun_is_of_a_running_job(
+    asked_s: float, running: bool, tmp_path: Path
+) -> None:
+    """It was an error: the times of copied files show nothing, and those of the entries were not asked."""
+    job = trained(Job(4))
+    job.collective(ranks=(0, 1, 3))
+    for r in (0, 1, 3):
+        e = job.ranks[r].entries[-1]
+        e.update(state="started", time_discovered_started_ns=e["time_created_ns"] + int(asked_s * SECOND_NS))
+    report = diagnose(tmp_path, job, after_s=24 * HOUR_S)
+    assert quiet(report) is running and report.findings[0].culprits == (2,)
+    if running:  # files written while the job could hang show a later dump
+        assert not quiet(diagnose(tmp_path, job, after_s=60.0))
+
+
 def test_progress_in_another_group_does_not_excuse_a_wait_of_minutes(tmp_path: Path) -> None:
     job = trained(Job(4, {"1": ("heartbeat", (0, 1))}))
     job.collective(ranks=(0, 1, 3))

@@ -346,3 +346,62 @@ def test_a_first_node_whose_name_means_each_node_itself(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, launch.format(2) + lost))
     assert "the first of 2 nodes was named localhost.localdomain" in f.message and "--local-addr" in f.advice
     assert "--local-addr" not in only(diagnose(tmp_path, launch.format(1) + lost)).advice
+
+
+def test_the_rank_that_goes_first_is_late_for_hccl_too(tmp_path: Path) -> None:
+    """Its bar moves on while the others wait for a connection in `main_process_first`; it was not named."""
+    bar = "Running tokenizer on dataset: {}%|###  | {}000/412000 [02:22<04:03, 1067.14 examples/s]\n"
+    what = "RuntimeError: create:build/x.ts:69 HCCL function error: hcclCommInitRootInfoConfig(n), error code is 4"
+    inside = '[rank{q}]:   File "/x/site-packages/transformers/training_args.py", line 2471, in main_process_first\n'
+    inside += '[rank{q}]:   File "/x/site-packages/torch/distributed/distributed_c10d.py", line 3703, in barrier\n'
+    text = "".join(f"Process rank: {q}, world size: 4, device: npu:{q}\n" for q in range(4)) + bar.format(3, 12)
+    for q in (1, 2, 3):
+        *head, last = raised(q, what).splitlines(keepends=True)
+        text += "".join([*(f"[rank{q}]: note\n" for _ in range(20)), *head, inside.format(q=q), last])
+        text += HEAD.format(q=q, m=2) + TIMES_OUT.format(q=q)
+    f = only(diagnose(tmp_path, text + bar.format(37, 152)))
+    assert about(f) == ("timeout", "late_rank", (0,), (1, 2, 3))
+    assert "inside main_process_first" in f.message and "152,000 of 412,000" in f.message
+    assert f.waiting[0].line == 7 and "do that work once before the job starts" in f.advice
+
+
+ROCM = """[2031-03-02 09:00:02 TP2 EP2] Decode batch.
+{error}
+GPU core dump failed
+Fatal Python error: Aborted
+
+Thread 0x00007f0a2d7fe640 (most recent call first):
+  File "/usr/lib/python3.12/threading.py", line 359 in wait
+
+Current thread 0x00007f1f4d5fb080 (most recent call first):
+  File "/w/aiter/fused_moe.py", line 218 in fused_moe_
+  File "/w/sglang/managers/scheduler.py", line 1712 in run_batch
+[2031-03-02 09:00:07] Child process unexpectedly failed with exitcode=-6. pid=4127
+[2031-03-02 09:00:07] Child process unexpectedly failed an exit code -6. name=sglang::scheduler_TP2_EP2
+Killed
+"""
+
+
+@pytest.mark.parametrize(
+    "error",
+    ["Memory access fault by GPU node-4 (Agent handle: 0x5) on address 0x7. Reason: Page not present.", ":0:rocdevice.cpp:3586: Queue 0x7 aborting with error : HSA_STATUS_ERROR_EXCEPTION: x"],
+)  # fmt: skip
+def test_a_fault_is_of_the_child_that_its_parent_names_at_the_line_where_it_aborted(tmp_path: Path, error: str) -> None:
+    f = only(diagnose(tmp_path, ROCM.format(error=error)))
+    assert f.message.startswith("sglang::scheduler_TP2_EP2 had a GPU error")
+    assert f.message.endswith("at fused_moe.py:218 in fused_moe_") and "AMD_SERIALIZE_KERNEL=3" in f.advice
+
+
+def test_the_rank_that_a_worker_of_ray_prints_is_that_of_its_pid(tmp_path: Path) -> None:
+    actor = "\tclass_name: W\n\tactor_id: 5066\n\tpid: 8768\n\tname: q1WorkerDict_0:3\n\tip: 10.9.4.5\n"
+    end = "The actor is dead because its worker process has died. Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: Task was killed due to the node running low on memory.\n"
+    f = only(diagnose(tmp_path, "(WorkerDict pid=8768) [Rank 3] Before sleep, memory (GB): 21.4\n" + actor + end))
+    assert about(f)[:3] == ("rank_lost", "killed", (3,)) and "on 10.9.4.5" in f.message
+
+
+def test_a_symbol_of_nccl_that_is_missing_leads_to_the_library_that_is_loaded_first(tmp_path: Path) -> None:
+    what = "ImportError: /e/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister"
+    text = "0: LD_LIBRARY_PATH=\n4: LD_LIBRARY_PATH=/opt/nccl-2.18.5/lib\n"
+    f = only(diagnose(tmp_path, text + "".join(raised(q, what, prefix="{}: ") for q in (4, 5))))
+    assert "the log shows LD_LIBRARY_PATH=/opt/nccl-2.18.5/lib there" in f.message
+    assert "an older libnccl is loaded" in f.advice

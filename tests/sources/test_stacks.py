@@ -79,8 +79,53 @@ def prefixed(prefix: str) -> str:
 def test_all_ranks_in_one_file(tmp_path: Path, prefix: str) -> None:
     report = diagnose_stacks([str(write(tmp_path, all=prefixed(prefix) if prefix else SPY + FAULT + FAULT))])
     assert report is not None
-    assert [f.culprits for f in report.findings] == [(0,)]
+    assert [f.culprits for f in report.findings] == [(0,) if prefix else ()]  # nothing names its rank
+    assert ("rank 0 is in" if prefix else "process 25886 is in") in report.findings[0].message
+    assert ("ranks 1, 2 are in" if prefix else "the 2nd stack of all.txt, the 3rd stack") in report.findings[0].message
     assert report.ranks_seen == 3
+
+
+WAITS = """Process {}: python -m pretrain
+
+Thread 70 (active): "MainThread"
+    all_reduce (torch/distributed/distributed_c10d.py:2810)
+    step (pretrain/loop.py:143)
+    <module> (pretrain/__main__.py:44)
+"""
+READS = """Process {}: python -m pretrain
+
+Thread 70 (idle): "MainThread"
+    read (ssl.py:1166)
+    read (botocore/response.py:99)
+    read_shard (pretrain/webdata.py:92)
+    <module> (pretrain/__main__.py:44)
+"""
+
+
+@pytest.mark.parametrize(
+    "title",
+    ["== rank {0} (pid 7{0}) on node-2 ==", "--- rank {} ---", "# RANK={}", "rank{}:", "===== Rank {} =====", "[Rank {}]", "node a-1, rank {}/8:",
+     "$ srun -w node-2 py-spy dump --pid 7{0}   # rank {0}", "Stack of rank {0}:\n$ py-spy dump --pid 7{0}"],
+)  # fmt: skip
+def test_a_title_above_a_stack_names_its_rank(tmp_path: Path, title: str) -> None:
+    """The rank was numbered by the order of the stacks: `rank 0 has not entered all_reduce`."""
+    stacks = ((READS if rank == 2 else WAITS).format(f"7{rank}") for rank in (2, 0, 1))
+    text = "\n".join(f"{title.format(rank)}\n{stack}" for rank, stack in zip((2, 0, 1), stacks, strict=True))
+    report = diagnose_stacks([str(write(tmp_path, all=text))])
+    assert report is not None
+    (f,) = report.findings
+    assert (f.culprits, f.victims, f.severity) == ((2,), (0, 1), Severity.ERROR)  # all others wait, and it waits itself
+    assert (f.where[0].file, f.where[0].line) == ("pretrain/webdata.py", 92)
+
+
+@pytest.mark.parametrize("line", ["rank 2 done", "[INFO] rank 2: step 4", "rank 2\nFatal Python error: Aborted\n"])
+def test_a_line_of_a_log_is_no_title(line: str) -> None:
+    assert [p.rank for p in from_text(f"{line}\n{FAULT}")] == [None]
+
+
+def test_a_title_is_of_one_process() -> None:
+    text = f"rank 2:\n{WAITS.format(70)}{WAITS.format(70)}{WAITS.format(71)}"
+    assert {(p.pid, p.rank) for p in from_text(text)} == {(70, 2), (71, None)}
 
 
 def test_local_ranks_of_two_nodes_are_not_the_same(tmp_path: Path) -> None:
@@ -619,7 +664,7 @@ def test_a_wait_for_a_queue_names_the_thread_that_fills_it(tmp_path: Path) -> No
         report = diagnose_stacks([str(write(tmp_path, all=text + more))])
         assert report is not None
         (f,) = report.findings
-        assert f.culprits == (2,) and "it waits on a queue at buffered.py:58 in __next__" in f.message
+        assert f.names[0] == "process 72" and "it waits on a queue at buffered.py:58 in __next__" in f.message
         assert ("and its thread filler is at buffered.py:18 in exact" in f.message) is named
         assert ("timeout" if named else "fill or drain that queue") in f.advice and "lock" not in f.advice
 
@@ -751,7 +796,7 @@ def test_the_stack_of_a_crash_that_the_job_survived_shows_no_rank_that_waits(tmp
     assert output.startswith("ended: nothing found") and "ended well" in output
     (tmp_path / name).write_text(CRASH + STEPS + SPY)
     output = CliRunner().invoke(command, [str(tmp_path / name)]).output
-    assert "rank 0 waits in broadcast (default_pg) at unet.py:88" in " ".join(output.split())
+    assert "process 25886 waits in broadcast (default_pg) at unet.py:88" in " ".join(output.split())
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def _by_gaps(case: Case) -> Testimony | None:
     else:
         text = f"; {who} should be in {compatible.op_name(call.op)}{at(call.site)}, too: so far all ranks were back there after {usual:,} collectives"
     there = f"{verb(odd, 'is', 'are')} {'early' if early else 'not'} in {compatible.op_name(call.op)}{at(call.site)}"
-    advice = f"find why {who} {there}: fewer or more batches, a break, return or skipped batch on some ranks only"
+    advice = f"find why {who} {there}: fewer or more batches, a break or return on some ranks only, a branch on the data (no token for an expert)"
     return Testimony(ranks=tuple(odd), text=text, advice=advice)
 
 

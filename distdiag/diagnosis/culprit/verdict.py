@@ -177,7 +177,9 @@ def _threads_of_all(case: Case) -> bool:
 def _kind_of_conflict(case: Case, culprits: tuple[int, ...], reason: Reason) -> tuple[Kind, str]:
     wait, states = case.wait, case.states
     cause = wait.conflict or "op"
-    mismatch, missing = (kinds.MISMATCH, "op"), (kinds.DEADLOCK, "missing_rank")
+    mismatch = missing = kinds.MISMATCH, "op"
+    if case.snapshot.source != "dumps":  # which do not show where a rank is now
+        missing = kinds.DEADLOCK, "missing_rank"
     if arguments.swapped(case):
         return kinds.DEADLOCK, "order_mismatch"
     if cause != "op" or wait.p2p:

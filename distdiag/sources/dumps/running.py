@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.load_report import LoadReport
+from distdiag.sources.dumps.times import DUMPED_WITHIN_S
 
 # A rank was only on its way if, when its dump was written, others had waited for it less than this (and far less than the
 # timeout), or not much longer than its repeated pauses.
@@ -15,7 +16,7 @@ APART_S = 30.0  # files of one round of dumps are written within this time
 
 def was_running(loaded: LoadReport, blame: Blame) -> bool:
     """True if the dumps are of a job that was making progress: a rank that is late in them had just not arrived yet."""
-    return _continued(loaded) or _moved(loaded, blame) or _just_begun(loaded, blame)
+    return _continued(loaded) or _moved(loaded, blame) or _just_begun(loaded, blame) or _asked_early(loaded, blame)
 
 
 def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
@@ -53,8 +54,22 @@ def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
     """True if no rank had waited for long, or for much longer than the ranks waited for have paused before."""
     longest = _longest_wait_s(loaded, blame)
     usual = max((loaded.times[r].usual_gap_s for r in blame.waited_for_since_s), default=0.0)
-    young_s = min([YOUNG_S, *(limit_s / 4 for limit_s in loaded.timeouts_s.values())])
-    return longest is not None and longest < max(young_s, USUAL_FACTOR * usual)
+    return longest is not None and longest < max(_young_s(loaded), USUAL_FACTOR * usual)
+
+
+def _young_s(loaded: LoadReport) -> float:
+    return min([YOUNG_S, *(limit_s / 4 for limit_s in loaded.timeouts_s.values())])
+
+
+def _asked_early(loaded: LoadReport, blame: Blame) -> bool:
+    """True if entries show a dump of operations that were just begun, and files, as of a copy, show no later one."""
+    waits = [
+        (t.asked_s - since, (t.written_s or 0.0) - since)
+        for r, since in _begun(loaded, blame).items()
+        if r in loaded.times and (t := loaded.times[r]).asked_s is not None
+    ]
+    copied_s = max(loaded.timeouts_s.values(), default=0.0) + DUMPED_WITHIN_S
+    return bool(waits) and not blame.silent and all(a < _young_s(loaded) and not 0 < w < copied_s for a, w in waits)
 
 
 def _continued(loaded: LoadReport) -> bool:

@@ -300,6 +300,8 @@ class Collector:
         if source == line.source and self._order <= until and (m := _MISSING.search(text)) is not None:
             self._missing = source, self._order + lines.LINES_AFTER
             self._add("horovod_stall", Role.WAIT, m.groupdict(), line)
+        elif "Fatal Python error: Aborted" in text:  # its stack is that of the failure by which it aborted
+            self._tracebacks.aborted(line)
         elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": PREFIX.sub("", text, count=1)[:200]}, line)
         elif (
@@ -310,8 +312,8 @@ class Collector:
     def _add(self, name: str, role: Role, groups: Mapping[str, str | None], line: Line) -> Fact | None:
         out, who = self.result, line.who
         fields = {k: v for k, v in groups.items() if v is not None}
-        if name in ("lost_worker", "node_lost") and "pid" not in fields:
-            keys = ("host", "pid", "nth_node", "on_node") if name == "lost_worker" else ("host",)
+        if name in ("lost_worker", "host_oom", "node_lost") and "pid" not in fields:
+            keys = ("host",) if name == "node_lost" else ("host", "pid", "nth_node", "on_node")
             fields |= {key: self._actor[key] for key in keys if key in self._actor}
             self._actor = {}
         if role is Role.FACT:
@@ -352,6 +354,8 @@ class Collector:
         (out.past if role is Role.EXIT and line.number <= self._earlier else out.facts).append(fact)
         if name == "fatal":
             self._tracebacks.fatal(fact, line.source)
+        if name.startswith("hccl_"):
+            self._tracebacks.of_hccl(fact, line.source)
         return fact
 
     def _end_rows(self, path: Path, at_end: bool = False) -> None:

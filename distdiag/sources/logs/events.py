@@ -37,8 +37,12 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_rerun(r, found)
     reasons = [r for r in reasons if not _is_part(r, reasons)]
     reasons = _of_devices(_of_one_limit(_without_repeats(_of_one_remedy(_of_thread(_of_worker(reasons))))))
+    _of_child(reasons, [f for f in found.named("exit") if f.rank is None and "label" in f.fields])
     for r in reasons:
         _of_port(r, found)
+        if "undefined symbol: nccl" in r.facts[0].text:
+            paths = {path for q, path in found.libraries.items() if q is None or q in r.ranks}
+            r.after += f"; the log shows {shortened(min(paths), 160)} there" if paths else ""
         if r.facts[0].name == "thread_limit" and (limits := found.named("process_limit")):
             r.after += f"; the limit there (RLIMIT_NPROC, `ulimit -u`) is {limits[0].number('limit') or 0:,}"
         if r.facts[0].name == "nccl_host" and (limits := found.named("locked_memory")):
@@ -198,6 +202,14 @@ def _of_worker(reasons: list[Reason]) -> list[Reason]:
     own.after = f"; the worker failed{at(fault.facts[0].site)}{own.after}" if fault.facts[0].site else own.after
     own.facts = [*own.facts, *fault.facts]
     return [r for r in reasons if r is not fault]
+
+
+def _of_child(reasons: list[Reason], ends: list[Fact]) -> None:
+    """Name the process of the one failure that names none, if its parent names one process that a signal ended after it."""
+    nameless = [r for r in reasons if not (r.ranks or r.unnamed) and r.meaning.cause == "crashed"]
+    names = {f.fields["label"] for f in ends}
+    if len(nameless) == len(names) == 1 and before(nameless[0].facts[0], ends[0]):
+        nameless[0].unnamed, nameless[0].inferred = [*names], True
 
 
 def _of_thread(reasons: list[Reason]) -> list[Reason]:

@@ -146,6 +146,7 @@ class Collected:
     rank_of: dict[object, int | None] = field(default_factory=dict)
     on_host: dict[str, set[int]] = field(default_factory=dict)  # ranks whose lines name a host
     nccl: dict[tuple[int | None, str, str], set[str]] = field(default_factory=dict)  # versions, by rank, host and file
+    libraries: dict[int | None, str] = field(default_factory=dict)  # by rank or task: LD_LIBRARY_PATH or LD_PRELOAD
     settings: dict[str, dict[str, str]] = field(default_factory=dict)  # NCCL's, of a host's environment, by host
     in_world: dict[tuple[str, str, int | None], tuple[int, int]] = field(default_factory=dict)  # (size, rank)
     by_path: dict[Path, set[int]] = field(default_factory=dict)  # ranks named in the lines of a file

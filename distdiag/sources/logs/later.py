@@ -22,7 +22,7 @@ from distdiag.sources.logs.writers import Writer, apart, messages, plain, time_o
 from distdiag.terms.untrusted import MAX_INT, bounded
 
 # lines read: of all files, of one with a failure, of any other, at least, before a failure
-MOST_LINES, OF_FILE, LAST, LEAST, BEFORE = (1 << 12, 256, 12, 4, 48)
+MOST_LINES, OF_FILE, LAST, LEAST, BEFORE = (1 << 12, 256, 12, 4, 128)
 # lines of progress after which a failure is past: of its process, of no name, of others
 OWN_LINES, NAMELESS, OTHERS = (1, 3, 20)
 # steps of one process after which nothing from before them is in flight: a rank goes on without the others until its next collective,

@@ -154,6 +154,9 @@ class Learned:
         if line.who.host and len(self.found.settings) < MAX_WRITERS:
             self.found.settings.setdefault(line.who.host, {})[of["key"]] = of["value"]
 
+    def library_path(self, of: Of, line: Line) -> None:
+        _put(self.found.libraries, line.who.task if line.who.rank is None else line.who.rank, of["path"])
+
     def interface(self, of: Of, line: Line) -> None:
         if line.who.host:
             _put(self.found.interfaces, line.who.host, (of["dev"], of["addr"]))

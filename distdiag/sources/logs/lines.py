@@ -45,7 +45,7 @@ _COLOURS = re.compile(rb"\x1b\[[;]{0,30}[A-Za-z]")  # without digits; they may s
 _COMMON = (b"\x1b[m", b"\x1b[;m", b"\x1b[K")  # of these; cheaper to remove
 _OF_WRITER = re.compile(rb"(?:ank|RANK|ask|ode|rocess|worker|gpu|GPU|pid|\[)[s :=]{0,3}(\d{1,9})")
 _PIDS = re.compile(
-    rb"pid=(?P<pid>\d{1,9})(?:, ip=(?P<ip>[\w.:]{3,60}))?[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)?(?: ?\[rank ?|[^\n(]{0,40}\b(?:(?:world|global)_rank|rank(?=[=:] ?\d{1,6}[, ]{1,2}(?:local_rank|world_size)))[=:] ?)(?P<of_pid>\d{1,6})\b"
+    rb"pid=(?P<pid>\d{1,9})(?:, ip=(?P<ip>[\w.:]{3,60}))?[^)\n]{0,60}\)(?:\x1b\[[\d;]{0,9}m)?(?: ?\[[rR]ank ?|[^\n(]{0,40}\b(?:(?:world|global)_rank|rank(?=[=:] ?\d{1,6}[, ]{1,2}(?:local_rank|world_size)))[=:] ?)(?P<of_pid>\d{1,6})\b"
     rb"|\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
 )
 _IP_BEFORE = re.compile(rb"\bip=([\w.:]{3,60}), $")  # as Ray Train lists its workers

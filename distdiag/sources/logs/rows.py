@@ -78,6 +78,7 @@ def _could_not_connect(fact: Fact) -> bool:
 
 _LATE, _LOST, _SET = "timeout/late_rank", "rank_lost/silent", "rank_lost/configuration"
 _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
+_HCCL = "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time"
 _MESH = "gloo on {who}{on} could not connect to every other rank: {reason}"
 _SHARED = "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"
 _ITSELF = "gloo on {who}{on} could not connect to a rank at {peer}, an address by which each host means itself"
@@ -124,8 +125,10 @@ LATE_ROWS = (
         "read the logs of that group's ranks for an error before this one; give the logs of all ranks",
         ("{culprits} did not come to HCCL's {tag}, where {who} {waits} for it{at}",
          "read the log of {culprits}, and take {its} stack the next time: another failure there, a longer branch, or another call"), blames=blamed.awaited_in_world, more=blamed.of_group),
-    Row("hccl_socket", _LATE, "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time",
-        "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"),
+    *(Row("hccl_socket", _LATE, f"{_HCCL}{more}{{bar}}", do, (f"{_HCCL}{more}; {{culprits}} {{reports}} nothing, and may be what they waited for{{bar}}", do), blames=blamed.silent,
+        when=lambda facts, inside=bool(more): inside <= any(f.within for f in facts)) for more, do in (
+            (", inside {within}: they wait there until the rank that goes first has done its work", meanings.GOES_FIRST.format(who="that rank", where="it") + "; HCCL_CONNECT_TIMEOUT (120 s unless set) is the limit of this wait"),
+            ("", "read the logs of the ranks that do not report it: one failed, or is late (HCCL_CONNECT_TIMEOUT is the limit); then the network of the NPUs: `hccn_tool`"))),
     Row("load_wait", _LATE, "{who} had loaded its part of the model, and waited{at} in vain for other ranks to load theirs",
         "read the logs of the other nodes' ranks: one failed there, or its storage is slow; {who} is not the cause"),
     Row("jax_backend jax_key", "rank_lost/crashed", "{who} found no accelerator: {what}; it then waited in vain for other processes of JAX, which have other devices", _ONE_JAX,
@@ -366,6 +369,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
         "they": verb(culprits, "it", "they"),
+        "reports": verb(culprits, "reports", "report"),
         "nothing": f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing" if culprits else "",
         "waits": verb(ranks or facts[:1], "waits", "wait"),
         "within": next((f.within for f in facts if f.within), ""),

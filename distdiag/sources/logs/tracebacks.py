@@ -95,6 +95,7 @@ FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "Call
 _QUESTIONS = ("KeyError", "AttributeError", "IndexError", "StopIteration", "Empty")
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
 PROSE = bounded(r"(?:\w |[\[{,] ?|[a-z_]\()[\"'](?=[^\"']{0,400}$)|\braise \w|[a-z] $")
+LINES_BEFORE = 8  # that a GPU's runtime prints between its error and the abort
 # the frames that faulthandler prints, innermost first; of the thread that failed, or of another one
 _THREAD = bounded(r"(?P<current>Current thread|Thread) 0x[0-9a-f]+.{0,80}\(most recent call first\)")
 
@@ -167,6 +168,19 @@ class Tracebacks:
     def fatal(self, fact: Fact, source: tuple[object, ...]) -> None:
         """Note a fatal error: its stack may follow."""
         self._fatal[source] = fact
+
+    def aborted(self, line: Line) -> None:
+        """Note a process that aborts: the stack that follows is that of the failure which it has just reported."""
+        f = next(reversed(self._found.facts), None)
+        near = f is not None and source_of(f.path, f.who) == line.source and line.number - f.line <= LINES_BEFORE
+        if f is not None and near and f.role is Role.CAUSE and f.site is None:
+            self._fatal[line.source] = f
+
+    def of_hccl(self, fact: Fact, source: tuple[object, ...]) -> None:
+        """Set where a process waited in HCCL, by the exception that it printed before the reason."""
+        raised = self._exceptions.get(source)
+        if raised is not None and "HCCL" in raised.text:
+            fact.site, fact.within = raised.site, raised.within
 
     def belongs(self, line: Line) -> bool:
         """True if a line begins a traceback, or is a frame of one, or the source of a frame."""

@@ -10,23 +10,30 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from distdiag import guard
-from distdiag.diagnosis.model.findings import Report
+from distdiag.diagnosis.model.findings import Report, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import no_source
+from distdiag.diagnosis.text.phrases import ordinal
 from distdiag.errors import DistdiagError
 from distdiag.sources.dumps.files import find, likely
 from distdiag.sources.logs.files import ranks_of
 from distdiag.sources.stacks.calls import feeder, position
 from distdiag.sources.stacks.frames import Process
 from distdiag.sources.stacks.read import NoStacks, from_json, from_text
-from distdiag.sources.stacks.verdict import Seen, report
+from distdiag.sources.stacks.verdict import SHOWN, Seen, report
+from distdiag.terms.ranks import unfold_ranks
 
 LIMITS = guard.Limits()
 MAX_FILES, MAX_BYTES = 16_384, 64 << 20
 _TEXTS = (".txt", ".log", ".err", ".out")
 _STACK = re.compile(rb'\(most recent call first\):|\bThread \S+ \((?:idle|active)|"thread_id"')
 _NO_SOURCE = "no source file that a stack names is opened, so no condition is shown: `distdiag attach` on the job's host reads them"
-_MORE = "ranks are numbered in the order of their stacks: the files name none"
+_MORE = (
+    "the files do not name the rank of every stack: such processes are named by their pid, or the number of their stack"
+)
+_RANKS = re.compile(
+    r"(?<!from )(?<!to )\branks? (\d+(?:,\d{3})*(?:(?:–|, )\d+(?:,\d{3})*)*)"
+)  # as `rank_list` writes them, not of a peer
 
 
 def diagnose_stacks(targets: Sequence[str], within: int = MAX_BYTES, dead: bool = True) -> Report | None:
@@ -73,15 +80,15 @@ def _judge(
             bad[str(path)] = str(e)[:200]
     announce(guard.TOGETHER, 0)
     of_ranks = ((path, [p for p in own if not p.data_worker]) for path, own in found)
-    by_rank, notes = _by_rank([x for x in of_ranks if x[1]])
+    by_rank, unknown = _by_rank([x for x in of_ranks if x[1]])
     if not by_rank:
         return None
-    notes += [f"{path}: not read ({why})" for path, why in list(bad.items())[:4]]
+    notes = [_MORE] * bool(unknown) + [f"{path}: not read ({why})" for path, why in list(bad.items())[:4]]
     workers = _workers(found, by_rank)
     seen = {rank: _seen(samples, workers.get(rank, {})) for rank, samples in by_rank.items()}
     absent = sorted(set(range(max(seen) + 1)) - set(seen))
     unjudged = f"there is no stack of {len(absent)} ranks below rank {max(seen)}" if absent else None
-    verdict = report(seen, no_source, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged)
+    verdict = _named(report(seen, no_source, run=run, world=max(seen) + 1, notes=notes, unjudged=unjudged), unknown)
     return replace(verdict, notes=(*verdict.notes, _NO_SOURCE)) if verdict.findings else verdict
 
 
@@ -112,8 +119,8 @@ def _seen(samples: list[Process], workers: Mapping[object, Site | None]) -> Seen
     )  # fmt: skip
 
 
-def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Process]], list[str]]:
-    """Return the dumps of each rank, in their order: by the prefix of its lines, by the file, else by their order."""
+def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Process]], dict[int, str]]:
+    """Return the dumps of each rank, by the prefix of its lines or by the file; else numbered, with what to call such a process."""
     out: dict[int, list[Process]] = {}
     names = ranks_of(path for path, own in found if len({p.pid for p in own}) == 1 and own[0].rank is None)
     names = names if len(set(names.values())) == len(names) else {}  # of several nodes
@@ -127,7 +134,34 @@ def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Pr
                 out.setdefault(rank, []).append(p)
             else:
                 loose.setdefault((str(path), p.pid or (-nth if p.local is None else 0), p.local), []).append(p)
-    free = (n for n in itertools.count() if n not in out)
-    for samples, rank in zip(loose.values(), free, strict=False):
-        out[rank] = samples
-    return out, [_MORE] if loose else []
+    numbers = dict(zip((n for n in itertools.count() if n not in out), loose, strict=False))
+    names = {
+        n: f"process {pid}" if pid > 0 else f"the {ordinal(1 - pid)} stack of {Path(path).name}"
+        for n, (path, pid, _) in numbers.items()
+    }
+    return out | {n: loose[key] for n, key in numbers.items()}, names
+
+
+def _named(verdict: Report, names: Mapping[int, str]) -> Report:
+    """Return the verdict with these names in place of numbers, which are no ranks."""
+
+    def text(m: re.Match[str]) -> str:
+        listed = m[1].replace(", ", ";").replace(",", "").replace(";", ",").replace("–", "-")
+        ranks = unfold_ranks(listed)
+        known = [rank_list(known)] if (known := [r for r in ranks if r not in names]) else []
+        found = [names[r] for r in ranks if r in names]
+        shown = ", ".join(found[:SHOWN]) + (f" … ({len(found)} in all)" if found[SHOWN:] else "")
+        return " and ".join(filter(None, (*known, shown)))
+
+    if not names:
+        return verdict
+    findings = (
+        replace(
+            f, message=_RANKS.sub(text, f.message), advice=_RANKS.sub(text, f.advice),
+            names=tuple(names[r] for r in (*f.culprits, *f.victims) if r in names) or f.names,
+            culprits=tuple(r for r in f.culprits if r not in names), victims=tuple(r for r in f.victims if r not in names),
+            where=tuple(w for w in f.where if w.rank not in names), waiting=tuple(w for w in f.waiting if w.rank not in names),
+        )
+        for f in verdict.findings
+    )  # fmt: skip
+    return replace(verdict, findings=tuple(findings), unjudged=_RANKS.sub(text, verdict.unjudged or "") or None)

@@ -27,6 +27,15 @@ _THREAD = bounded(
 )
 _FRAME = bounded(r'^ {2,3}File "(.{1,4096})", line (\d+)(,?) in (.{1,4096})$')  # with a comma: of gdb
 
+# what a person or a script writes above the stacks of a rank: `== rank 6 (pid 61300) on node-2 ==`, `# RANK=6`, `$ py-spy dump … # rank 6`
+_TITLE = bounded(
+    r"^(?:.{0,1000}\b(?:py-spy|pystack|gdb)\b.{0,1000}#|)(?:[\W_]{0,80}\b(?:stacks?|traces?|dump|of|for|from|on|the|global|world|(?:node|host|pid)[ =:]{1,2}[\w.-]{1,99})\b){0,6}"
+    r"[\W_]{0,80}(?<![A-Za-z])(?P<local>local[ _-]?)?rank[ _#=:-]{0,3}(?P<rank>\d{1,6})(?:/\d{1,6})?(?:[\s,;|()\[\]-]{1,4}"
+    r"(?:@ ?|(?:of|pid|on|node|host|at|gpu|device|process|(?:local|global)[ _-]?rank)[ =:#]{1,2})[\w.:-]{1,253}){0,5}[\W_]*$",
+    re.IGNORECASE,
+)
+_COMMAND = bounded(r"^\W{0,9}(?:Timeout \(|(?:\S+ ){0,20}(?:\S*/)?(?:py-spy|pystack|gdb) )")
+_NONE = (None, None)  # rank and local rank
 _DEAD = -1  # in place of a pid
 _FATAL = bounded(r"^ ?Fatal Python error: ")  # of faulthandler: what follows are the last stacks of a process
 _OUTERMOST = ("<module>", "_run_module_as_main")  # frame of a main thread
@@ -98,7 +107,7 @@ def _frame(f: _SpyFrame) -> Frame:
 
 
 def from_text(text: str, dead: bool = True) -> list[Process]:
-    """Return the processes in a text, in its order; their rank where a launcher puts it in front of each line (`[rank1]: `).
+    """Return the processes in a text, in its order; their rank where a launcher puts it in front of each line, or a title above them.
 
     Args:
         dead: Also those that a fatal error ended there.
@@ -107,9 +116,21 @@ def from_text(text: str, dead: bool = True) -> list[Process]:
         NoStacks: it has none.
     """
     lines: dict[tuple[int | None, int | None], list[str]] = {}  # by prefix: the lines of ranks may be mixed
-    for line in text.splitlines():
-        rank, local, rest = without_prefix(line)
-        lines.setdefault((rank, local), []).append(rest)
+    all_ = [without_prefix(line) for line in text.splitlines()]
+    prefixed = any(x[:2] != _NONE and (_SPY_FRAME.match(x[2]) or _FRAME.match(x[2])) for x in all_)
+    title = titled = _NONE
+    pid = ""
+    for line, (rank, local, rest) in zip(text.splitlines(), all_, strict=True):
+        if not prefixed and (m := _TITLE.match(line)):
+            title = (None, int(m["rank"])) if m["local"] else (int(m["rank"]), None)
+        elif (m := _PROCESS.match(line)) or _THREAD.match(line) or _SPY_THREAD.match(line):
+            if title != _NONE:
+                titled, title, pid = title, _NONE, m[1] if m else ""
+            elif m and m[1] != pid:  # a title is of one process
+                titled, pid = _NONE, m[1]
+        elif line.strip() and not _COMMAND.match(line):  # a line of a log: a title is right above its stacks
+            title = _NONE
+        lines.setdefault((rank, local) if (rank, local) != _NONE else titled, []).append(rest)
     found = [p for prefix, own in lines.items() for p in _processes(own, *prefix, dead)]
     if not found:
         raise NoStacks("it has no stack")

@@ -60,7 +60,7 @@ MESSAGES = (
     message("hip_error", C, ("page fault (", r"amdgpu (?P<what>[\w:.]+: (?:amdgpu: )?\[\w+\] (?:\w[\w-]{1,12} )?page fault) \(.{0,60}?for process (?P<comm>\S{1,20}) pid (?P<pid>[1-9]\d*)"),
        ("aborting with error : HSA_", r"(?:\bpid:(?P<pid>\d+).{0,80})?aborting with error : (?P<what>HSA_STATUS_ERROR\w*)"),
        (" by GPU node-", r"(?P<what>(?:HW Exception|Memory access fault) by GPU node-\d+)"),
-       meaning=Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program"), of_node=True, of_process=True, once="job"),
+       meaning=Meaning("rank_lost", "crashed", "had a GPU error: {what}", "see `dmesg -T` and `rocm-smi` on that host: a hang is the GPU or its driver, an access fault most often a kernel of the program, which AMD_SERIALIZE_KERNEL=3 and HIP_LAUNCH_BLOCKING=1 show"), of_node=True, of_process=True, once="job"),
     message("oom_caught", H, ("CUDA out of memory", r"\bWARN(?:ING)?\b.{0,200}CUDA out of memory\..{0,80}?\bGPU (?P<gpu>\d{1,4})\b"),  # a warning of the program
        meaning=Meaning("rank_lost", "crashed", "ran out of memory on GPU {gpu}", "let an out-of-memory error end all ranks instead of skipping the batch on one, and lower the batch (--max-tokens, micro-batch, sequence length) until its largest one fits")),
     message("ccl_oom", C, ("OUT_OF_DEVICE_MEMORY", r"\boneCCL: .{0,300}?\b(?:ZE|UR)_RESULT_ERROR_OUT_OF_DEVICE_MEMORY\b"),

@@ -10,7 +10,7 @@ MESSAGES = (
     message("exit", E, ("failed (exitcode", r"failed \(exitcode: (?P<code>-?\d+)\) local_rank: (?P<local>\d+) \(pid: (?P<pid>\d+)\)"),
        ("Child process with PID", r"\[rank: (?P<r>\d+)\] Child process with PID (?P<pid>\d+) terminated with code (?P<code>-?\d+)"),
        ("exited with code", r"Global rank (?P<r>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<code>-?\d+)"),
-       ("unexpectedly failed with", r"Child process unexpectedly failed with an exit ?code (?P<signal>[4-9]|11)\. pid=(?P<pid>\d+)"),  # its status
+       ("unexpectedly failed", r"Child process unexpectedly failed (?:with )?(?:an )?exit ?code[ =]-?(?P<signal>[4-9]|11)\. (?:pid=(?P<pid>\d+)|name=(?P<label>\S{1,120}))"),  # its status
        (" died, exit code: ", r"Worker \w+ pid (?P<pid>\d+) died, exit code: (?P<code>-?\d+)"),
        ("noticed that process rank", r"noticed that process rank (?P<r>\d+) with PID \d+ on node (?P<host>\S+) exited on signal (?P<signal>\d+)"),
        (" died from signal ", r"^(?P<host>[\w.-]{1,253}): rank (?P<r>\d+) died from signal (?P<signal>\d+)"),

@@ -55,4 +55,5 @@ MESSAGES = (
     message("loopback", H, ("Using the loopback address", r"Unable to resolve hostname to a .{0,9}address\. Using the loopback address")),
     message("full_mesh", S, ("connectFullMesh failed", r"[Gg]loo connectFullMesh failed with (?:\[[^\]\s]{0,160}:\d{1,6}\] )?(?P<reason>.*?(?:,? remote=\[(?P<peer>[^\]\s]{1,253})\].*)?)$"),
        ("] connect [", r"gloo/transport/.{0,99}\] connect \[(?P<peer>127\.(?!0\.0\.1\])[\d.]{1,12})\]:\d{1,6}: (?P<reason>.*)"), unstarted=True),
+    message("library_path", F, ("LD_LIBRARY_PATH=", r"\b(?P<path>LD_LIBRARY_PATH=[^\s\"']{1,300})"), ("LD_PRELOAD=", r"\b(?P<path>LD_PRELOAD=[^\s\"']{1,300})")),
 )  # fmt: skip
