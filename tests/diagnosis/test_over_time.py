@@ -266,7 +266,9 @@ def test_a_proof_that_another_one_replaces_is_no_contradiction() -> None:
     d, seen = Diagnosis(source=lambda _: None), []
     entered = {0: (LOOP, "all_reduce"), 1: (Site("/job/train.py", 50, "save"), "barrier")}
     for t_s, known in ((6.0, {}), (6.3, {}), (6.6, {}), (6.9, {50}), (7.2, {50}), (7.5, {50})):
-        calls = {q: Call(op=op, group="default_pg", seq=7, entered_s=5.0, site=site) for q, (site, op) in entered.items()}
+        calls = {
+            q: Call(op=op, group="default_pg", seq=7, entered_s=5.0, site=site) for q, (site, op) in entered.items()
+        }
         sites = {f"{site.file}:{site.line}": 2 for site, _ in entered.values()} if known else {}
         ranks = (
             rank(q, enqueued={"default_pg": 7}, activity="waiting", calls=(c,), blocked=c, sites={c.site.key: 1, **sites})

@@ -553,7 +553,7 @@ def test_the_condition_is_named_at_which_histories_parted_and_not_where_the_rank
 
 
 @pytest.mark.parametrize(
-    ("ended_s", "head"), [(30.0, "rank 1 is still in the loop"), (41.0, "rank 1 skipped all_to_all")]
+    ("ended_s", "head"), [(30.0, "rank 1 makes one more pass of the loop"), (41.0, "rank 1 skipped all_to_all")]
 )
 def test_a_rank_that_has_ended_a_step_since_its_last_call_is_in_that_loop_anew(ended_s: float, head: str) -> None:
     """The loop after the step's exchange, in which it is now, is that of the next step: it left the exchange out."""
