@@ -180,8 +180,9 @@ def blocks(finding: Finding) -> bool:
 def replaces(finding: Finding, other: Finding) -> bool:
     """True if both say that ranks wait for good in one collective: `other` is an earlier judgement, and counts as cleared info."""
     mine, theirs = finding.collective, other.collective
-    known = mine is not None and theirs is not None and mine.seq is not None and blocks(finding) and blocks(other)
-    return bool(known and (mine.group, mine.seq) == (theirs.group, theirs.seq))
+    if mine is None or theirs is None or mine.seq is None or not (blocks(finding) and blocks(other)):
+        return False
+    return (mine.group, mine.seq) == (theirs.group, theirs.seq)
 
 
 def was_replaced(finding: Finding) -> bool:
