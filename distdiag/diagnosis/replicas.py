@@ -113,4 +113,4 @@ def averaging_site(r: RankState, by_hand: bool) -> Site | None:
 def each_text(rates: dict[int, float]) -> str:
     by_rate = sorted(by_value(dict(sorted(rates.items()))).items(), key=lambda x: -len(x[1]))
     shown = [f"{rate:.6g} on {rank_list(ranks)}" for rate, ranks in by_rate[:4]]
-    return ", ".join(shown) + (", …" if len(by_rate) > 4 else "")
+    return "; ".join(shown) + ("; …" if len(by_rate) > 4 else "")

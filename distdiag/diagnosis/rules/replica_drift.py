@@ -415,7 +415,7 @@ def _place(r: RankState, place: str, by_hand: bool) -> Site | None:
         return averaging_site(r, by_hand)
     if place == "wrap":
         return next((m.site for m in r.models), None)
-    return next(iter(r.phase_stacks.get(place, ())), None)
+    return next((stack[0] for phase in place.split() if (stack := r.phase_stacks.get(phase))), None)
 
 
 def _skips(facts: Facts) -> str:
@@ -426,19 +426,16 @@ def _skips(facts: Facts) -> str:
 
 
 def _skipped_steps(s: Snapshot) -> dict[int, float]:
-    """Return how many averaged backward passes of each rank no optimizer step followed, when that differed last; or nothing.
+    """Return how many steps each rank skipped after averaged backward passes, when that differed last; or nothing.
 
-    By the checksums, whose keys count the passes before a step, as the totals may be equal again; and now. Most passes must be followed.
+    By the checksums of one step, whose keys count the passes before it: ranks are polled at different moments, and the numbers may be
+    equal again. Most passes must be followed by a step.
     """
     keys = by_step({q: {x.step: x.key >> 32 for x in samples_of(r, "parameters")} for q, r in s.ranks.items()})
-    passes = {k: of for k, of in keys.items() if all(of.values())}
-    without = [({q: float(n - k) for q, n in of.items()}, of, 0) for k, of in passes.items()]
-    now = {q: sum(m.synced_backwards for m in r.models) for q, r in s.ranks.items()}
-    # ranks are polled at different moments of a step
-    without.append(({q: float(now[q] - r.step) for q, r in s.ranks.items()}, now, 1))
-    for of, n, usual in reversed(without):
-        if max(of.values()) - min(of.values()) > usual and all(0 <= 2 * of[q] < n[q] for q in of):
-            return of
+    for k, passes in reversed(keys.items()):
+        skipped = {q: float(n - k) for q, n in passes.items()}
+        if len({*skipped.values()}) > 1 and all(0 <= 2 * skipped[q] < n for q, n in passes.items()):
+            return skipped
     return {}
 
 

@@ -74,7 +74,8 @@ class Words:
     do: str
     cost: str = "each rank trains a different model; only one of them is saved"
     cause: str = ""  # of the kind, if it is not the name of the row
-    # Of which line this is evidence: "averaging" of gradients, "all_reduce" (the same, by hand only), "optimizer" (its step), "wrap" in DDP.
+    # Of which line this is evidence: "averaging" of gradients, "all_reduce" (the same, by hand only), "wrap" in DDP, or of the first phase that
+    # is sampled: "optimizer" (its step), "backward".
     place: str = ""
 
 
@@ -221,11 +222,11 @@ WAYS = {
         place="optimizer",
     ),
     "skipped_steps": Words(
-        "gradients are averaged, but different numbers of backward passes had no optimizer step of their own",
+        "gradients are averaged, but ranks skipped optimizer.step() in different numbers of steps",
         "look for where a rank alone skips a step, or makes a backward pass more; let all ranks decide together: all_reduce the flag, or decide "
         "by an averaged loss",
         cause="update",
-        place="optimizer",
+        place="optimizer backward",
     ),
     "learning_rates": Words(
         "gradients are averaged, but learning rates differ",
