@@ -426,16 +426,16 @@ def _skips(facts: Facts) -> str:
 
 
 def _skipped_steps(s: Snapshot) -> dict[int, float]:
-    """Return how many steps each rank skipped after averaged backward passes, when that differed last; or nothing.
+    """Return how many averaged backward passes of each rank had no optimizer step of their own, when that differed last; or nothing.
 
-    By the checksums of one step, whose keys count the passes before it: ranks are polled at different moments, and the numbers may be
+    By the checksums of one step, whose keys count the passes before it, as ranks are polled at different moments, and the numbers may be
     equal again. Most passes must be followed by a step.
     """
     keys = by_step({q: {x.step: x.key >> 32 for x in samples_of(r, "parameters")} for q, r in s.ranks.items()})
     for k, passes in reversed(keys.items()):
-        skipped = {q: float(n - k) for q, n in passes.items()}
-        if len({*skipped.values()}) > 1 and all(0 <= 2 * skipped[q] < n for q, n in passes.items()):
-            return skipped
+        without = {q: float(n - k) for q, n in passes.items()}
+        if len({*without.values()}) > 1 and all(0 <= 2 * without[q] < n for q, n in passes.items()):
+            return without
     return {}
 
 

@@ -215,7 +215,7 @@ def _slow_device(case: Case) -> Finding | None:
 
 
 def _rotating(case: Case, reported: bool) -> Finding | None:
-    window = case.window
+    window = case.window if case.at_times is None else case.window.without(case.at_times.indices)
     found = None if case.stages else comparison.rotating(window, limits.rotating_steps, limits.rotating_changes)
     if found is None:
         return None
@@ -290,7 +290,7 @@ def _meet_rarely(window: Window, subset: Subset) -> bool:
 
 def _at_times(case: Case) -> Finding | None:
     """Return the finding of a rank that is slow in some steps: info, unless it costs much and is no duty."""
-    found = comparison.occasional(case.window, limits.recurrence)
+    found = case.at_times
     # without a period, ranks that compete for cores have such steps by chance, stages by design
     if found is None or (found.period is None and (case.busy or case.stages)):
         return None

@@ -222,7 +222,7 @@ WAYS = {
         place="optimizer",
     ),
     "skipped_steps": Words(
-        "gradients are averaged, but ranks skipped optimizer.step() in different numbers of steps",
+        "gradients are averaged, but optimizer.step() was left out after different numbers of backward passes",
         "look for where a rank alone skips a step, or makes a backward pass more; let all ranks decide together: all_reduce the flag, or decide "
         "by an averaged loss",
         cause="update",

@@ -374,7 +374,7 @@ def test_steps_that_a_rank_alone_skips_are_the_reason_before_what_is_compared_st
     text = "def main():\n  for x in batches:\n    if not loss(x).isfinite():\n      continue\n    optimizer.step()\n"
     f = only(of_kind(findings(job(*ranks), replica_drift, source={"/job/nan.py": text}.get), "replica_drift"))
     assert "`if not loss(x).isfinite()` at nan.py:3 in main may be what decides" in f.advice
-    assert "ranks skipped optimizer.step() in different numbers of steps (0 on rank 0; 2 on rank 1)" in f.message
+    assert "optimizer.step() was left out after different numbers of backward passes (0 on rank 0; 2 on rank 1)" in f.message
     assert "let all ranks decide together" in f.advice and [(w.rank, w.line) for w in f.where] == [(0, 2), (1, 5)]
     assert "learning rates" not in f.message and f.culprits == ()
 
