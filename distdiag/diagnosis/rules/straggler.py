@@ -48,17 +48,15 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         for x in _in_window(facts)
         if not isinstance(x, Finding) or x.advice == text.THREAD or x.culprits not in by_thread
     ]
-    known = {f.culprits for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and _warns(f)}
+    of_one = [f for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and f.culprits]
+    slow = [f for f in of_one if f.kind == kind.name and f.severity == Severity.WARNING]
+    # the sum of its pauses would only repeat these
+    known = {f.culprits for f in slow if f.cause not in (text.PAUSES.cause, "gc")}
     pauses = [f for f in list(_in_turn(facts)) or _pauses(facts) if not f.culprits or f.culprits not in known]
     summed = {f.culprits for f in pauses}
     yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
     yield from pauses
-    yield from of_all_ranks(facts, {f.cause for f in pauses})
-
-
-def _warns(f: Finding) -> bool:
-    """True of a straggler, found or reported, that the sum of its pauses would only repeat."""
-    return f.kind == kind.name and f.severity == Severity.WARNING and f.cause not in (text.PAUSES.cause, "gc")
+    yield from of_all_ranks(facts, {f.cause for f in (*pauses, *slow)})
 
 
 def _pauses(facts: Facts) -> Iterator[Finding]:
