@@ -23,6 +23,8 @@ from distdiag.diagnosis.replicas import (
     limits,
     sampled,
     samples_of,
+    separate_sets,
+    sets_text,
     spread,
     values_of,
 )
@@ -77,6 +79,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield found
     if reported:
         return
+    yield from split_models.crossed(s)
     yield from split_models.layers(s)
     yield from split_models.rates(s)
     yield from _modes(s)
@@ -176,8 +179,13 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     samples = by_step({q: {x.step: x for x in samples_of(s.ranks[q], kind_of)} for q in ranks})
     sums = {k: {q: x.value for q, x in of.items()} for k, of in samples.items()}
     common = [k for k, of in samples.items() if comparable([x.key for x in of.values()])]
+    sets = separate_sets(s) if kind_of == "parameters" and not split else []
+    not_compared = (
+        f"{sets_text(sets)} exchange nothing in most steps, so their replicas were not compared" if sets else ""
+    )
     if len(common) < limits.samples:
-        return abstained(f"{len(common)} of {limits.samples} checksums of {named} at the same steps")
+        at_steps = f"all ranks have checksums of the same elements of {named} at {counted(len(common), 'step')}"
+        return abstained(not_compared or f"{at_steps}; {limits.samples} are needed")
 
     def differing(relative: float) -> list[int]:
         return [k for k in common if differ([*sums[k].values()], relative)]
@@ -195,6 +203,8 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     cause = "split_module" if split else _cause(s, kind_of, steps)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
+        if not_compared:
+            return abstained(not_compared)
         averaged = kind_of == "parameters" and any(x.value >= limits.averaged for x in sampled(s, "averaged"))
         if common[0] or kind_of not in ("parameters", "outside_fsdp") or averaged or not steps[0]:
             stepped = kind_of == "parameters" and not any(r.models for r in s.ranks.values())

@@ -36,6 +36,13 @@ SPLIT_LAYERS = Template(kind, "gradients_not_synced",
     "clip by the norm of the whole model: all_reduce the squared norm of the split parameters over the group that splits them, as "
     "`clip_grad_norm_` over a rank's own parts scales each rank differently; and all_reduce the gradients of {drift} over that group, if each "
     "rank computes a part of them; if these sets train models of their own, ignore this", severity=Severity.WARNING)  # fmt: skip
+CROSSED = Template(kind, "gradients_not_synced",
+    "{sets} average the gradients of all parameters, each among themselves only, although ranks that average began with different parameters; "
+    "those with equal ones, {peers}, exchange nothing in most steps",
+    "gradients of different parameters are averaged, and those of equal ones are not",
+    "average among ranks that hold the same part of the model, {peers}: see how the groups are made (the order of the dimensions in "
+    "`arange(world).view(…)` or of a mesh, `//` or `%`); if each of these sets trains a model of its own, broadcast its parameters from one of its "
+    "ranks first", severity=Severity.WARNING)  # fmt: skip
 RATES = Template(kind, "learning_rates",
     "learning rates differ between the ranks since step {step} or earlier ({each} at step {newest}{kept}), and each rank steps a part of the "
     "model: {how}",

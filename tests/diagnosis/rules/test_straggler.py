@@ -362,7 +362,7 @@ def irregular(at: dict[int, tuple[int, ...]], extra_ms: float) -> list[tuple[Ste
 @pytest.mark.parametrize("jitter", [0, 2])
 def test_the_others_in_turn_are_not_slow_where_one_rank_is_at_regular_intervals(jitter: int) -> None:
     """Rank 0 writes images in every second step; which rank is the slowest of the others is chance. So is a short stall of rank 2."""
-    late = [{k: 400.0 for k in range(2, 61, 2)}, {}, {k: 100.0 for k in (35, 51)[:jitter]}]
+    late = [dict.fromkeys(range(2, 61, 2), 400.0), {}, dict.fromkeys((35, 51)[:jitter], 100.0)]
     for k in range(1, 61, 2):
         late[k % 4 // 2 + 1].setdefault(k, 20.0)
 
