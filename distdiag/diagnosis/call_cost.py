@@ -175,7 +175,7 @@ _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: _FULL_TENSOR in x.source, ON_SHARDS),
     (lambda x: _OBJECTS in x.source,
      "exchange tensors instead of pickled objects (all_gather_into_tensor of numbers, padded to one size), and less often"),
-    (lambda x: x.mean_bytes < limits.small_bytes and x.per_step >= limits.several,
+    (lambda x: x.mean_bytes < limits.small_bytes and (x.per_step or math.inf) >= limits.several,
      "put the tensors of a step into one and reduce that in one call: small calls cost their latency, not their bytes"),
     (lambda x: x.mean_bytes < limits.small_bytes,
      "add up on each rank, and call it every n-th step only"),

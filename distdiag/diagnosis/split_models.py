@@ -40,7 +40,7 @@ def crossed(s: Snapshot) -> Iterator[Finding]:
     sites = {q: site for of in sets for q in of if (site := _averages_all(s, q, of)) is not None}
     if len(sites) == s.world_size and all(len({*x} & {*of}) == 1 for x in peers for of in sets):
         yield CROSSED(
-            victims=sorted(s.ranks), where=wheres(s, s.ranks, None, sites), sets=sets_text(sets), peers=sets_text([tuple(x) for x in peers]),
+            victims=sorted(s.ranks), where=wheres(s, s.ranks, "user_code", sites), sets=sets_text(sets), peers=sets_text([tuple(x) for x in peers]),
         )  # fmt: skip
 
 
@@ -51,14 +51,9 @@ def _averages_all(s: Snapshot, rank: int, group: tuple[int, ...]) -> Site | None
     layers = [x for x in samples_of(r, "layers") if not x.step]
     *_, since_s, until_s = (math.inf, math.inf, *(x.end_s for x in r.steps))
     for c in r.calls:
-        if (
-            since_s < (c.entered_s or 0.0) <= until_s
-            and c.op == "all_reduce"
-            and c.site
-            and c.shape is not None
-            and c.group in names
-        ):
-            of[c.site] += math.prod(c.shape)
+        in_step = since_s < (c.entered_s or 0.0) <= until_s
+        if in_step and c.site is not None and c.op == "all_reduce" and c.group in names:
+            of[c.site] += math.prod(c.shape or ())
     return next((site for site, n in of.items() if n == sum(x.key >> 34 for x in layers)), None)
 
 

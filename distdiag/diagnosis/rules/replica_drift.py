@@ -179,13 +179,10 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     samples = by_step({q: {x.step: x for x in samples_of(s.ranks[q], kind_of)} for q in ranks})
     sums = {k: {q: x.value for q, x in of.items()} for k, of in samples.items()}
     common = [k for k, of in samples.items() if comparable([x.key for x in of.values()])]
-    sets = separate_sets(s) if kind_of == "parameters" and not split else []
-    not_compared = (
-        f"{sets_text(sets)} exchange nothing in most steps, so their replicas were not compared" if sets else ""
-    )
+    separate = _separate(s) if kind_of == "parameters" and not split else ""
     if len(common) < limits.samples:
-        at_steps = f"all ranks have checksums of the same elements of {named} at {counted(len(common), 'step')}"
-        return abstained(not_compared or f"{at_steps}; {limits.samples} are needed")
+        few = f"all ranks have checksums of the same elements of {named} at {counted(len(common), 'step')}"
+        return abstained(separate or f"{few}; {limits.samples} are needed")
 
     def differing(relative: float) -> list[int]:
         return [k for k in common if differ([*sums[k].values()], relative)]
@@ -203,8 +200,8 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     cause = "split_module" if split else _cause(s, kind_of, steps)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
-        if not_compared:
-            return abstained(not_compared)
+        if separate:
+            return abstained(separate)
         averaged = kind_of == "parameters" and any(x.value >= limits.averaged for x in sampled(s, "averaged"))
         if common[0] or kind_of not in ("parameters", "outside_fsdp") or averaged or not steps[0]:
             stepped = kind_of == "parameters" and not any(r.models for r in s.ranks.values())
@@ -227,6 +224,12 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     local = cause in ("unequal", "gradients_not_synced") and _local_gradients(s, steps)
     equal = 0 if cause == "outside_fsdp" else max((k for k in common if k < steps[0]), default=None)
     return _finding(facts, "mild" if mild else cause, steps, sums[steps[-1]], equal, began_equal, local)
+
+
+def _separate(s: Snapshot) -> str:
+    """Return which sets of ranks exchange nothing, so that their replicas cannot be compared; empty if there are none."""
+    sets = separate_sets(s)
+    return f"{sets_text(sets)} exchange nothing in most steps, so their replicas were not compared" if sets else ""
 
 
 def _agree(named: str, compared: list[int], differing: int) -> str:
