@@ -42,6 +42,7 @@ SCRIPTS = {
     "blocked_signal": "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\nos.kill(os.getpid(), signal.SIGUSR1)\n"
     "print(signal.sigtimedwait({signal.SIGUSR1}, 5).si_signo)\n",
     "atexit": "import atexit\natexit.register(print, 'bye')\nprint('hello')\n",
+    "faulthandler": "import faulthandler\nprint(faulthandler.is_enabled())\nfaulthandler.enable()\nprint(faulthandler.is_enabled())\n",
     "last_error": "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value), sys.last_traceback.tb_lineno))\n1 / 0\n",
     "open_at_the_end": "import os\nf = open(os.dup(1), 'w')\nf.write('step 1')\nraise KeyboardInterrupt\n",
     "interrupted_at_exit": "import atexit, signal, threading, time\natexit.register(print, 'saved')\n"

@@ -99,7 +99,9 @@ def around(
         file: See `wraps`.
     """
 
-    called = _as_caller(lambda self, *args, **kwargs: original(self, *args, **kwargs), original) if c_method else original
+    called = (
+        _as_caller(lambda self, *args, **kwargs: original(self, *args, **kwargs), original) if c_method else original
+    )
 
     def call(*args: Any, **kwargs: Any) -> Any:
         began, end = args, None
