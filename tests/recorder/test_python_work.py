@@ -66,9 +66,9 @@ def test_a_subclass_has_torchs_methods_that_it_does_not_override(
             self.calls += 1
             return super().allreduce(tensors, options)
 
-    group, device = Counts(0, 1), torch.device("cpu")
-    backend = c10d.ProcessGroupGloo(c10d.HashStore(), 0, 1)
-    group._register_backend(device, c10d.ProcessGroup.BackendType.GLOO, backend)
+    made: Any = (Counts, c10d.ProcessGroupGloo)  # torch's stubs have other arguments
+    group, backend = made[0](0, 1), made[1](c10d.HashStore(), 0, 1)
+    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
     group.allreduce([torch.ones(1)], c10d.AllreduceOptions()).wait()
     group.broadcast([torch.ones(1)], c10d.BroadcastOptions()).wait()
