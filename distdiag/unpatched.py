@@ -42,7 +42,7 @@ _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
 
 
 def start_new_thread(function: Callable[..., object], args: tuple[object, ...]) -> None:
-    """Start a thread that takes no signal of the process: one that the script blocks in its own threads must stay pending."""
+    """Start a thread that takes no signal of the process: one that the script's threads block must stay pending."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _FAULTS)

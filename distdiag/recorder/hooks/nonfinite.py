@@ -28,7 +28,7 @@ class NonFinite:
         self.suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
         self._harmless = False  # the gradients of the suspected losses are finite
         self.local_gradients = False  # gradients are checked before they are averaged
-        # (optimizer, the places in it of parameters whose gradient is checked: group, number), which keeps no parameter alive
+        # (optimizer, (group, number) of parameters whose gradient is checked): keeps no parameter alive
         self._probe: tuple[Any, list[tuple[int, int]]] = (lambda: None), []
 
     def loss(self, tensors: Any, site: int, micro_step: int) -> float | None:

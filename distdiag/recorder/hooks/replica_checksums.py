@@ -41,8 +41,11 @@ def checksum_due(step: int) -> bool:
 
 
 class _Compared(NamedTuple):
-    """Parameters of one optimizer, or their numbers in it: those that must be equal, their elements, a hash of their names, the ranks ("": all), and those
-    that no DDP module had when it was built, or that FSDP does not shard."""
+    """Parameters of one optimizer, or their numbers in it.
+
+    Those that must be equal, their elements, a hash of their names, the ranks ("": all), and those that no DDP module
+    had when it was built, or that FSDP does not shard.
+    """
 
     params: list[Any]
     elements: int
@@ -77,9 +80,9 @@ class ReplicaChecksums:
         self._outer: list[weakref.ref[Any]] = []  # without DDP: the modules that it called, without those within others
         # modules that it called within DDP's forward and that are not of DDP's module, with parameters that no optimizer has
         self._loose: list[weakref.ref[Any]] = []
-        # by optimizer, with the ids of its parameters and the number of models; numbers, so that no parameter is kept alive
+        # by optimizer, with the ids of its parameters and how many models there are; keeps no parameter alive
         self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[Any, _Compared]] = weakref.WeakKeyDictionary()
-        # of each optimizer: how many parameters it has, and the numbers of those without a gradient at every sampled step so far
+        # of each optimizer: how many parameters it has, and the numbers of those without a gradient so far
         self._never: weakref.WeakKeyDictionary[Any, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
 
     def before_first_step(self, optimizer: Any) -> None:
@@ -115,7 +118,7 @@ class ReplicaChecksums:
         ):  # the last: of an earlier pass, whose gradients they may be
             return
         kept = self._parameters_of.get(lead)
-        if kept is not None and elements < kept[1].elements:  # a loss that is averaged in each step is cheap
+        if kept is not None and elements < kept[1].elements:  # as a loss, in each step: to list the parameters costs time
             return
         with unseen():
             compared = self._parameters(lead)

@@ -72,8 +72,9 @@ def as_c_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> An
 def _as_caller(function: Any, original: Callable[..., Any]) -> Any:
     """Return `function` with the name of `original`, a method of a C++ class that it calls, also in its frame.
 
-    Of an object of the job's subclass, pybind11 takes our method for an override in Python. It calls the original nevertheless if the
-    calling frame has the method's name and the object as its first named parameter: that is how it knows a call of `super()`.
+    Of an object of the job's subclass, pybind11 takes our method for an override in Python. It calls the original
+    nevertheless if the calling frame has the method's name and the object as its first named parameter: that is how it
+    knows a call of `super()`.
     """
     function.__name__, function.__doc__ = original.__name__, original.__doc__
     function.__code__ = function.__code__.replace(co_name=original.__name__)
