@@ -118,7 +118,7 @@ class ReplicaChecksums:
         ):  # the last: of an earlier pass, whose gradients they may be
             return
         kept = self._parameters_of.get(lead)
-        if kept is not None and elements < kept[1].elements:  # as a loss, in each step: to list the parameters costs time
+        if kept is not None and elements < kept[1].elements:  # as a loss: listing the parameters costs time
             return
         with unseen():
             compared = self._parameters(lead)
