@@ -109,7 +109,7 @@ UNEVEN_BATCHES = Kind(
     hold_of_cause=MappingProxyType({"size": 2}),
 )  # fmt: skip
 STRAGGLER = Kind(
-    name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, lasting_s=3.0, release=10,
+    name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, lasting_s=3.0, release=20,
     causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores", "gc", "tools", "growth"),
     # a sum of what was measured, no estimate; the kernel's masks
     hold_of_cause=MappingProxyType({"pauses": 1, "cores": 1, "tools": 10, "growth": 10}),

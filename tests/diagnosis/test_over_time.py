@@ -292,7 +292,7 @@ def test_a_finding_is_cleared_after_seconds_however_far_apart_polls_are(apart_s:
     for t in range(0, 20, apart_s):
         d.update(straggling(t, True))
     assert len(d.open()) == 1
-    for t in range(20, 30, apart_s):  # in ten of them
+    for t in range(20, 20 + kinds.STRAGGLER.release, apart_s):
         d.update(straggling(t, False))
     assert d.open() == []
     d.update(straggling(60, True))
