@@ -6,7 +6,7 @@ lost is what counts, whoever may save, validate or upload.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot, Step
@@ -61,6 +61,8 @@ class Pauses:
     # (t_s, gc_s, gc_count) after the warm-up
     gc_before: dict[int, tuple[float, float, int]] = field(default_factory=dict)
     long_until_s: float = 0.0  # end of the newest long step, whoever waited in it; now, if a rank is in one
+    # the rank that works longest in each of the newest steps, two windows of them; empty with many ranks
+    longest: deque[int] = field(default_factory=lambda: deque(maxlen=2 * LIMITS.window))
     _step: int = LIMITS.warm_up  # the newest that is included
     # ms that all others have waited for a rank since then; the next step, if there is one, includes that time
     _after: Counter[int] = field(default_factory=Counter)
@@ -136,12 +138,16 @@ class Pauses:
         self.begun_s = begun_s if self.begun_s is None else self.begun_s
         if self.settled_s is None and x.step > LIMITS.settled:
             self.settled_s = begun_s
-        if x.step_ms < self._least_ms:  # fast path: a pause is in the step of every rank
+        short = x.step_ms < self._least_ms  # a pause is in the step of every rank
+        if short and len(ranks) > LIMITS.many_ranks:  # fast path
             return
         if x.step_ms >= max(LONG_STEP_S * 1e3, self._least_ms):
             self.long_until_s = max(self.long_until_s, x.end_s)
         steps = {r.rank: y for r in ranks if (y := _of(r, x.step)) is not None}
         if len(steps) < len(ranks):
+            return
+        self.longest.append(max(steps, key=lambda q: self_ms(steps[q])))
+        if short:
             return
         rank, lost_ms = _kept_waiting(ranks, steps)
         if lost_ms >= self._least_ms:

@@ -7,6 +7,7 @@ host waits in a collective, so DDP's own timings are used.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from distdiag.diagnosis import call_cost, comparison, kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import Gradients, gradients
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import WARM_STEPS, Buckets, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import WARM_STEPS, Buckets, RankState, Site, Snapshot
 from distdiag.diagnosis.replicas import limits as averaged
 from distdiag.diagnosis.rules.straggler import limits as straggling
 from distdiag.diagnosis.step_times import LIMITS as STEPS
@@ -74,10 +75,13 @@ BUFFERS = (
 )
 STAGES = Template(
     kind, None,
-    "every rank waits at least {share:share} of {of} for what the others send{late}: the idle time of a pipeline (its bubble) is "
-    "part of it, as communication is{cores}",
-    "{share:share} of {of}",
-    "of a pipeline, more micro-batches per step shorten the idle time at its start and end{few}; " + PROBE, severity=Severity.INFO)  # fmt: skip
+    "every rank waits at least {share:share} of {of} for what the others send{late}{bubble}{cores}",
+    "{share:share} of {of}", "{do}; " + PROBE, severity=Severity.INFO)  # fmt: skip
+BUBBLE = ": the idle time of a pipeline (its bubble) is part of it, as communication is"
+DO_PIPELINE = "more micro-batches per step shorten the idle time at the pipeline's start and end"
+DO_EXCHANGE = (
+    "send less, exchange less often, or compute while messages are under way (`isend` and `irecv` early, `wait()` late)"
+)
 
 
 class Part(NamedTuple):
@@ -194,6 +198,20 @@ def _micro_batches(s: Snapshot) -> int | None:
     return round(min(each)) if len(each) == s.world_size - 1 and max(each) < min(each) + 0.5 else None
 
 
+def _first_message(r: RankState) -> str:
+    """Return whether a rank sends or receives first in a step; empty if no step begins in the calls that are known."""
+    known_s = next((c.entered_s for c in r.calls if c.entered_s is not None), math.inf)
+    begun_s = next((x.end_s for x in r.steps if x.end_s >= known_s), math.inf)
+    after = (c.op for c in r.calls if c.peer is not None and (c.entered_s or 0.0) >= begun_s)
+    return next((way for op in after for way in ("send", "recv") if way in op), "")
+
+
+def _pipeline(s: Snapshot) -> bool:
+    """True if one rank alone begins each step by sending: the first stage. Ranks that exchange with each other all do, or every other one."""
+    first = [_first_message(r) for r in s.ranks.values()]
+    return first.count("send") == 1 if all(first) else _micro_batches(s) is not None
+
+
 def _few(s: Snapshot) -> str:
     """Return how much of a pipeline's step its few micro-batches leave idle; nothing if they are many, or their number is not known."""
     n, stages_ = _micro_batches(s), s.world_size
@@ -260,9 +278,10 @@ def _finding(
     busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
     if busy and not known and not stages(s):  # a rank that waits for a CPU makes all others wait in their collectives
         return Abstained("the host's cores are all in use: what is lost to communication is not known", undecided=True)
-    cores = "; the host's cores are all in use, so ranks also wait for a CPU" if busy else ""
+    cores = "; the host's cores are all in use: part of that is waiting for a CPU" if busy else ""
     if ddp is None and stages(s):
-        return STAGES(victims=ranks, share=share, of=of, cores=cores, late=late, few=_few(s))
+        bubble, do = (BUBBLE, DO_PIPELINE + _few(s)) if _pipeline(s) else ("", DO_EXCHANGE)
+        return STAGES(victims=ranks, share=share, of=of, cores=cores, late=late, bubble=bubble, do=do)
     return COMM_BOUND(victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do, late=late)
 
 

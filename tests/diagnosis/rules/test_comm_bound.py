@@ -49,7 +49,7 @@ def test_a_part_is_never_more_than_the_whole() -> None:
 
 def test_waits_on_a_busy_host_are_partly_for_a_cpu() -> None:
     f = only(found((60.0, 60.0), on_device=False, cpu_pct=99.0))
-    assert f.message.endswith("so ranks also wait for a CPU")
+    assert f.message.endswith("; the host's cores are all in use: part of that is waiting for a CPU")
 
 
 def test_on_a_device_ddps_own_timings_are_used() -> None:
@@ -150,12 +150,27 @@ def test_comm_bound_in_a_loop_without_an_optimizer_uses_the_waits_of_all_ranks()
     assert speeds(job(rank(0), rank(1), arrivals=arrivals(5.0, period_ms=8.0))) == []  # half a second is too little
 
 
+def begins_with(op: str) -> tuple[Call, ...]:
+    """Return the calls of a rank whose steps begin with this message; that of the first is from the middle of one."""
+    names = ("recv" if op == "send" else "send", op)
+    return tuple(
+        Call(op=x, group="default_pg", peer=1, entered_s=t_s) for x, t_s in zip(names, (1.12, 1.3), strict=True)
+    )
+
+
 def test_the_waits_of_a_pipelines_stages_are_not_called_communication() -> None:
-    def found_in(**more: Any) -> Finding:
+    def found_in(first: tuple[str, ...] = ("send", "recv"), **more: Any) -> Finding:
         sent = {"send:1:0:default_pg": 9}
-        ranks = [rank(q, steps=steps(wait_ms=200.0, seed=q), p2p_issued=sent, **more) for q in range(2)]
+        ranks = [
+            rank(q, steps=steps(wait_ms=200.0, seed=q), p2p_issued=sent, calls=begins_with(op), **more)
+            for q, op in enumerate(first)
+        ]
         return only(findings(job(*ranks), comm_bound))
 
+    for first in (("send", "send"), ("recv", "recv"), ("send", "recv", "send", "recv")):
+        f = found_in(first, models=())
+        assert "pipeline" not in f.message + str(f.advice), "ranks exchange with each other"
+        assert str(f.advice).startswith("send less, exchange less often, or compute while messages are under way")
     f = found_in(models=())
     assert "the idle time of a pipeline" in f.message and "more micro-batches" in f.advice and f.severity == "info"
     assert found_in().message.startswith("communication that no computation hides (exposed)"), (
@@ -203,7 +218,16 @@ def test_a_pipeline_with_few_micro_batches_is_told_what_more_would_gain(
             {"send:2:0:default_pg": 100 * sent[1], "send:0:0:default_pg": 100 * sent[0]},
             {"send:1:0:default_pg": 100 * sent[1]},
         ]
-        of = [rank(q, steps=steps(wait_ms=200.0, seed=q), models=(), p2p_issued=x) for q, x in enumerate(issued)]
+        of = [
+            rank(
+                q,
+                steps=steps(wait_ms=200.0, seed=q),
+                models=(),
+                p2p_issued=x,
+                calls=begins_with("recv" if q else "send"),
+            )
+            for q, x in enumerate(issued)
+        ]
         return str(only(findings(job(*of), comm_bound)).advice)
 
     assert (text or "start and end; `distdiag") in found()

@@ -24,6 +24,7 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
     Step,
 )
+from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.rules import RULES, straggler, uneven_batches
 from tests.diagnosis.made import CARD, GIB, LOOP, findings, job, loader, of_kind, only, rank, speeds, steps, stragglers
 
@@ -834,22 +835,51 @@ def test_a_rank_that_computes_more_also_waits_more_often_for_a_cpu(
     cpu_pct: float, culprits: list[tuple[int, ...]]
 ) -> None:
     """On a busy host all ranks wait equally long for a CPU per second of work; one that waits longer has a busier core."""
-    first = rank(0, steps=steps(wait_ms=300.0), queued_share=0.2, cpu_pct=10.0)
-    late = rank(1, steps=steps(300.0, "backward", seed=1), queued_share=0.9, cpu_pct=cpu_pct)
+    first = rank(0, steps=steps(wait_ms=300.0), queued_share=0.1, cpu_pct=8.0)
+    late = rank(1, steps=steps(300.0, "backward", seed=1), queued_share=0.5, cpu_pct=cpu_pct)
     assert [f.culprits for f in stragglers(job(first, late, host_cpu_pct=100.0))] == culprits
 
 
 @pytest.mark.parametrize(
-    ("cpu_pct", "queued", "culprits"), [(40.0, 0.6, []), (70.0, 0.3, [(1,)]), (10.0, 0.3, [(1,)]), (None, 0.6, [(1,)])]
+    ("cpu_pct", "queued", "culprits"), [(40.0, 0.6, []), (70.0, 0.3, [(1,)]), (10.0, 0.3, [(1,)]), (None, 0.3, [(1,)])]
 )
 def test_on_a_busy_host_a_rank_must_compute_more_or_sleep(
     cpu_pct: float | None, queued: float, culprits: list[tuple[int, ...]]
 ) -> None:
     """Where it does neither, it only gets its CPU later than the others, who wait for it."""
-    first = rank(0, steps=steps(wait_ms=80.0), queued_share=0.6, cpu_pct=40.0)
+    first = rank(0, steps=steps(wait_ms=80.0), queued_share=0.25, cpu_pct=20.0)
     late = rank(1, steps=steps(80.0, "backward", seed=1), queued_share=queued, cpu_pct=cpu_pct)
     assert [f.culprits for f in stragglers(job(first, late, host_cpu_pct=100.0))] == culprits
     assert len(stragglers(job(first, late, host_cpu_pct=40.0))) == 1
+
+
+@pytest.mark.parametrize(
+    ("cpu_pct", "queued", "theirs", "lasting", "culprits"),
+    [
+        (40.0, 0.55, 0.25, False, []),  # a third of its excess
+        (40.0, 0.55, 0.25, True, [(1,)]),
+        (70.0, 0.25, 0.25, False, [(1,)]),
+        # by these clocks it sleeps for 59 ms, but those of the other rank are wrong by 50 ms
+        (20.0, 0.4, 0.6, False, []),
+        (20.0, 0.4, 0.6, True, []),
+    ],
+)
+def test_on_a_busy_host_a_rank_that_computes_little_more_must_lead_for_two_windows(
+    cpu_pct: float, queued: float, theirs: float, lasting: bool, culprits: list[tuple[int, ...]]
+) -> None:
+    """Healthy ranks lead for one of them by chance: they get a CPU in turns, and clocks are read at other times than steps."""
+    pauses, s = Pauses(), job()
+    for first, slow in ((0, int(lasting)), (60, 1)):
+        ranks = []
+        for q, clocks in enumerate(
+            ({"queued_share": theirs, "cpu_pct": 20.0}, {"queued_share": queued, "cpu_pct": cpu_pct})
+        ):
+            own = steps(80.0, "optimizer", seed=q) if q == slow else steps(wait_ms=80.0, seed=q)
+            own = tuple(msgspec.structs.replace(x, step=x.step + first, end_s=x.end_s + first / 10) for x in own)
+            ranks.append(rank(q, steps=own, **clocks))
+        s = job(*ranks, host_cpu_pct=100.0)
+        pauses.add(s)
+    assert [f.culprits for f in findings(s, straggler, pauses=pauses)] == culprits
 
 
 @pytest.mark.parametrize(
