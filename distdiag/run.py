@@ -6,12 +6,9 @@ would have alone. A traceback shows its own frames only.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
-import signal
 import sys
-import threading
 import time
 import types
 from pathlib import Path
@@ -158,27 +155,26 @@ def _finish(body: object) -> NoReturn:
     except SystemExit as e:
         _exiting(session.current, e.code if isinstance(e.code, int) else (0 if e.code is None else 1), e.__traceback__)
         raise
-    except KeyboardInterrupt as e:
-        _show(e, session.current)
-        try:
-            _exit_handlers()
-        finally:  # end by the signal, as Python does, so that the launcher sees an interruption
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
     except BaseException as e:
         _show(e, session.current)
+        if type(e) is KeyboardInterrupt:
+            _end_by_signal()
         sys.exit(1)
     _exiting(session.current, 0)
     sys.exit(0)
 
 
-def _exit_handlers() -> None:
-    """Do what Python does at exit: wait for threads, call atexit functions, flush the output."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed or replaced by the script
-            stream.flush()
+def _end_by_signal() -> None:
+    """Let Python end by SIGINT once it has finalized, so that the launcher sees an interruption.
+
+    It does so after a script that it has run itself, and whose last error was this one.
+    """
+    import ctypes
+
+    run, file_input = ctypes.pythonapi.PyRun_String, 257
+    run.restype, run.argtypes = ctypes.py_object, [ctypes.c_char_p, ctypes.c_int, ctypes.py_object, ctypes.py_object]
+    with contextlib.suppress(KeyboardInterrupt):
+        run(b"raise KeyboardInterrupt", file_input, {}, {})
 
 
 def _exiting(current: object, code: int, tb: TracebackType | None = None) -> None:
@@ -192,6 +188,9 @@ def _show(error: BaseException, current: object) -> None:
     while tb is not None and _is_ours(tb):
         tb = tb.tb_next
     error.__traceback__ = tb
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, tb  # functions of atexit may read them
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
     # here, and not only by our `sys.excepthook`: the script may have put its own in place of it
     if current is not None:
         current.record_exception(error, tb)  # type: ignore[attr-defined]

@@ -81,11 +81,13 @@ def print_text(report: Report) -> None:
 
 def _print_findings(report: Report, colour: bool, width: int) -> None:
     """Print the open findings, worst first, then the first line of each that was cleared."""
+    from distdiag.diagnosis import kinds
     from distdiag.diagnosis.model.findings import still_open
     from distdiag.diagnosis.text.finding import finding_lines, in_the_past
     from distdiag.terms.tables import wrapped
 
-    open_ones, cleared = still_open(report.findings), [f for f in report.findings if f.cleared_s is not None]
+    open_ones = still_open(report.findings)
+    cleared = [f for f in report.findings if f.cleared_s is not None and not kinds.was_replaced(f)]
     for f in open_ones[:SHOWN]:
         say()
         shown = in_the_past(f) if report.ended_ago_s is not None else f

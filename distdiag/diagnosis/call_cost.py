@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, line_at
 from distdiag.diagnosis.text.phrases import site_text
 from distdiag.terms.operations import op_name
@@ -56,7 +57,8 @@ class Line:
 
     @property
     def text(self) -> str:
-        often = f", {self.per_step:.0f} times a step" if self.per_step >= limits.several else ""
+        times = f"{self.per_step:.0f}" if self.per_step < 100 else f"about {round(self.per_step, -1):.0f}"
+        often = f", {times} times a step" if self.per_step >= limits.several else ""
         size = f" of {size_text(self.mean_bytes)}{' on average' * self.uneven}" if self.mean_bytes else ""
         again = ", which reduces as many elements as DDP has averaged already" if self.again else ""
         if self.grew is not None:
@@ -86,7 +88,7 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
     op, site = calls[-1].op, calls[-1].site
     assert site is not None
     at_site = sum(len(of) for (_, where), of in by_call.items() if where == site.key)  # of every operation
-    per_step = min(r.sites.get(site.key, 0) / max(r.step, 1) for r in s.ranks.values()) * len(calls) / at_site
+    per_step = min(_whole_steps(r, site) for r in s.ranks.values()) * len(calls) / at_site
     mean_bytes = int(statistics.mean(c.bytes or 0 for c in calls))
     return Line(
         op_name(op),
@@ -101,6 +103,16 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
         calls[-1].asynchronous,
         len({c.bytes for c in calls}) > 1,
     )
+
+
+def _whole_steps(r: RankState, site: Site) -> float:
+    """Return how often a rank calls a line in a whole step, on average; 0 if it makes no steps.
+
+    The calls since its last step are left out: all of them, if the page keeps so many.
+    """
+    since_s = r.steps[-1].end_s if r.steps else math.inf
+    begun = sum(c.site is not None and c.site.key == site.key and (c.entered_s or 0.0) > since_s for c in r.calls)
+    return (r.sites.get(site.key, 0) - begun) / r.step if r.step else 0.0
 
 
 def _growth(calls: list[Call]) -> tuple[int, int] | None:
@@ -163,7 +175,7 @@ _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: _FULL_TENSOR in x.source, ON_SHARDS),
     (lambda x: _OBJECTS in x.source,
      "exchange tensors instead of pickled objects (all_gather_into_tensor of numbers, padded to one size), and less often"),
-    (lambda x: x.mean_bytes < limits.small_bytes and x.per_step >= limits.several,
+    (lambda x: x.mean_bytes < limits.small_bytes and (x.per_step or math.inf) >= limits.several,
      "put the tensors of a step into one and reduce that in one call: small calls cost their latency, not their bytes"),
     (lambda x: x.mean_bytes < limits.small_bytes,
      "add up on each rank, and call it every n-th step only"),

@@ -177,7 +177,7 @@ def _together(window: Window, least_ms: float, one: bool) -> tuple[list[int], li
 
 
 OCCASIONAL_MS = 20.0  # that the others wait in such a step; less is jitter of the host
-OCCASIONAL_FACTOR = 0.5  # the same, as a factor of a step that is not slow
+OCCASIONAL_FACTOR = 0.5  # the same, as a factor of a step that is not slow, and of what a typical slow one costs
 OCCASIONAL_TIMES = 3  # long steps in the window: two intervals to compare
 # Without a period, jitter of the host must be excluded: it hits all ranks, and rarely costs so much.
 IRREGULAR_TIMES = 6  # long steps in the window; all of one rank by chance: once in 32 windows of two ranks
@@ -201,6 +201,9 @@ def occasional(window: Window, recurrence: float) -> Subset | None:
         waited_ms = min(steps[q][i].wait_ms for q in ranks if q != ranks[at_top])
         if waited_ms >= 0.5 * gain_ms:
             slow[i] = ranks[at_top], gain_ms
+    # next to long steps, much shorter ones are jitter of the host
+    least_ms = OCCASIONAL_FACTOR * statistics.median(gain_ms for _, gain_ms in slow.values()) if slow else 0.0
+    slow = {i: x for i, x in slow.items() if x[1] >= least_ms}
     if not OCCASIONAL_TIMES <= len(slow) <= recurrence * len(first) or len({q for q, _ in slow.values()}) > 1:
         return None
     gains = [gain_ms for _, gain_ms in slow.values()]

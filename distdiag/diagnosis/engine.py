@@ -207,7 +207,7 @@ class Diagnosis:
             over = kind.cleared_by_success and succeeded
             sticky = kind.sticky and f.cause not in kind.refutable
             kept = sticky or final or all_ended(s)
-            if kind.superseded and stopped:
+            if (kind.superseded and stopped) or any(kinds.replaces(other, f) for other in now.values()):
                 record.finding = msgspec.structs.replace(f, severity=Severity.INFO, cleared_s=s.t_s)
             elif over or (not kept and record.absent >= kind.release):
                 record.finding = msgspec.structs.replace(f, cleared_s=s.t_s)
@@ -227,9 +227,9 @@ class Diagnosis:
 
     @property
     def contradicted(self) -> list[Finding]:
-        """Return proved findings that the job has contradicted by continuing."""
+        """Return proved findings that the job has contradicted by continuing; not those that another one has replaced."""
         proofs = (f for f in self.findings if kinds.of(f).blocks and f.certainty == Certainty.PROVED)
-        return [f for f in proofs if f.cleared_s is not None]
+        return [f for f in proofs if f.cleared_s is not None and not kinds.was_replaced(f)]
 
     def open(self, severity: str = Severity.INFO) -> list[Finding]:
         """Return the reported findings of at least `severity` that are not cleared."""

@@ -14,7 +14,7 @@ from distdiag.diagnosis.text.phrases import op_text, shortened
 from distdiag.diagnosis.waits.delays import kept_waiting
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.terms.signals import signal_name
-from distdiag.terms.units import rough_duration
+from distdiag.terms.units import counted, rough_duration
 
 IN_CALL_S = 5.0  # in which a call with a killed rank fails, and a SIGINT that has come before ends its rank
 LONG_WAIT_S = 2.0  # of some ranks in a collective, before the state mentions it
@@ -67,7 +67,7 @@ def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] 
     steps = max((r.step for r in s.ranks.values()), default=0)
     how = "ended normally" if all(r.signal is None for r in s.ranks.values()) else "finished their scripts"
     how = how if all(r.life == Life.FINISHED for r in s.ranks.values()) else "were idle when they were ended"
-    return State.ENDED, f"all ranks {how}" + (f" after {steps:,} steps" if steps else "")
+    return State.ENDED, f"all ranks {how}" + (f" after {counted(steps, 'step')}" if steps else "")
 
 
 def _failure(s: Snapshot, bad: list[RankState], worst: list[Finding]) -> str:

@@ -177,6 +177,19 @@ def blocks(finding: Finding) -> bool:
     return of(finding).blocks and finding.cleared_s is None and not finding.collective_completed
 
 
+def replaces(finding: Finding, other: Finding) -> bool:
+    """True if both say that ranks wait for good in one collective: `other` is an earlier judgement, and counts as cleared info."""
+    mine, theirs = finding.collective, other.collective
+    if mine is None or theirs is None or mine.seq is None or not (blocks(finding) and blocks(other)):
+        return False
+    return (mine.group, mine.seq) == (theirs.group, theirs.seq)
+
+
+def was_replaced(finding: Finding) -> bool:
+    """True if a later judgement of the same collective replaced a proof: the job has not contradicted it."""
+    return of(finding).blocks and finding.cleared_s is not None and finding.severity == Severity.INFO
+
+
 def explains(finding: Finding, other: Finding, new: bool) -> bool:
     """True if `other` follows from `finding`. `new`: `other` has not been seen at an earlier poll."""
     return any(entry.covers(finding, other, new) for entry in of(finding).explains)

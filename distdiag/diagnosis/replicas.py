@@ -102,6 +102,23 @@ def averaged_by_ddp(s: Snapshot) -> str:
     return next((how for how, of in _BY_DDP.items() if all(x and all(of(*m) for m in x) for x in models)), "")
 
 
+def separate_sets(s: Snapshot) -> list[tuple[int, ...]]:
+    """Return the sets of several ranks between which no group has a collective in most steps; nothing if there is one set, or messages are sent."""
+    sets = {q: {q} for q in s.ranks}
+    for name, group in s.groups.items():
+        members = [q for q in group.ranks if q in s.ranks]
+        if any(2 * s.ranks[q].enqueued.get(name, 0) > s.ranks[q].step for q in members):
+            merged = set[int]().union(*(sets[q] for q in members))
+            sets |= dict.fromkeys(merged, merged)
+    found = sorted({tuple(sorted(x)) for x in sets.values()})
+    alone = any(len(x) < 2 for x in found) or any(r.p2p_issued for r in s.ranks.values())
+    return [] if len(found) < 2 or alone else found
+
+
+def sets_text(sets: list[tuple[int, ...]]) -> str:
+    return " and ".join(map(rank_list, sets[:3])) + (", …" if len(sets) > 3 else "")
+
+
 def averaging_site(r: RankState, by_hand: bool) -> Site | None:
     """Return where gradients are averaged: by hand, the newest all_reduce of more than a number or two; else the last backward."""
     calls = (c.site for c in reversed(r.calls) if c.op == "all_reduce" and (c.bytes or 0) > 16)
@@ -113,4 +130,4 @@ def averaging_site(r: RankState, by_hand: bool) -> Site | None:
 def each_text(rates: dict[int, float]) -> str:
     by_rate = sorted(by_value(dict(sorted(rates.items()))).items(), key=lambda x: -len(x[1]))
     shown = [f"{rate:.6g} on {rank_list(ranks)}" for rate, ranks in by_rate[:4]]
-    return ", ".join(shown) + (", …" if len(by_rate) > 4 else "")
+    return "; ".join(shown) + ("; …" if len(by_rate) > 4 else "")

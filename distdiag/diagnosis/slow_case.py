@@ -161,6 +161,11 @@ class Case:
     def least_ms(self) -> float:
         return max(limits.least_ms, min(share for _, share in limits.shares) * self.slow.step_ms)
 
+    @cached_property
+    def at_times(self) -> Subset | None:
+        """The only rank with long steps, and those."""
+        return comparison.occasional(self.window, limits.recurrence)
+
     @property
     def small(self) -> bool:
         """True if no rank persists, or the one that does costs little."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from distdiag.diagnosis.comparison import by_step, minority
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import RankState, Sample, Snapshot
+from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.replicas import (
     SHARDED,
     SPARSE,
@@ -19,11 +21,40 @@ from distdiag.diagnosis.replicas import (
     limits,
     sampled,
     samples_of,
+    separate_sets,
+    sets_text,
 )
-from distdiag.diagnosis.text.drift import DENSE_DO, LAYERS, RATES, SPARSE_DO, SPLIT_LAYERS
+from distdiag.diagnosis.text.drift import CROSSED, DENSE_DO, LAYERS, RATES, SPARSE_DO, SPLIT_LAYERS
 from distdiag.diagnosis.text.phrases import wheres
 from distdiag.diagnosis.training_data import synchronous
 from distdiag.terms.ranks import by_value
+
+
+def crossed(s: Snapshot) -> Iterator[Finding]:
+    """Yield that separate sets of ranks average all gradients, each of ranks that began with other parameters than one another.
+
+    Only where each rank began as one rank of every other set did: groups of another dimension of the mesh, it seems, than they should be.
+    """
+    sets, first = separate_sets(s), {q: next(iter(samples_of(r, "parameters")), None) for q, r in s.ranks.items()}
+    peers = by_value({q: (x.key, x.value) for q, x in first.items() if x is not None and not x.step}).values()
+    sites = {q: site for of in sets for q in of if (site := _averages_all(s, q, of)) is not None}
+    if len(sites) == s.world_size and all(len({*x} & {*of}) == 1 for x in peers for of in sets):
+        yield CROSSED(
+            victims=sorted(s.ranks), where=wheres(s, s.ranks, "user_code", sites), sets=sets_text(sets), peers=sets_text([tuple(x) for x in peers]),
+        )  # fmt: skip
+
+
+def _averages_all(s: Snapshot, rank: int, group: tuple[int, ...]) -> Site | None:
+    """Return the line whose all_reduces among these ranks had as many elements, in the last step of a rank, as its layers have."""
+    r, of = s.ranks[rank], Counter[Site]()
+    names = {name for name, g in s.groups.items() if {*g.ranks} == {*group}}
+    layers = [x for x in samples_of(r, "layers") if not x.step]
+    *_, since_s, until_s = (math.inf, math.inf, *(x.end_s for x in r.steps))
+    for c in r.calls:
+        in_step = since_s < (c.entered_s or 0.0) <= until_s
+        if in_step and c.site is not None and c.op == "all_reduce" and c.group in names:
+            of[c.site] += math.prod(c.shape or ())
+    return next((site for site, n in of.items() if n == sum(x.key >> 34 for x in layers)), None)
 
 
 def layers(s: Snapshot) -> Iterator[Finding]:
@@ -67,8 +98,9 @@ def layers(s: Snapshot) -> Iterator[Finding]:
             severity=Severity.INFO if left_out and not sparse else None,
         )  # fmt: skip
     elif (sets := _peers(s, found["drift"])) and (across := _across(s, sets)):
-        shown = " and ".join(map(rank_list, sets[:3])) + (", …" if len(sets) > 3 else "")
-        yield SPLIT_LAYERS(**common, where=(), sets=shown, own=", ".join(found["own"]), group=rank_list(across))
+        yield SPLIT_LAYERS(
+            **common, where=(), sets=sets_text(sets), own=", ".join(found["own"]), group=rank_list(across)
+        )
 
 
 def _exactly_reduced(s: Snapshot, elements: int) -> bool:

@@ -11,7 +11,7 @@ for their devices at least once a step; if they run ahead for longer, nothing is
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,6 +64,12 @@ class Window:
     def columns(self) -> list[tuple[float, ...]]:
         """`self_ms` of every step, by rank."""
         return list(zip(*self.rows, strict=True))
+
+    def without(self, indices: Collection[int]) -> Window:
+        """Return the same without the steps at these positions."""
+        return Window(
+            {q: [x for i, x in enumerate(of) if i not in indices] for q, of in self.steps.items()}, self.inferred
+        )
 
     def parts(self, phase: str) -> list[tuple[float, ...]]:
         """Return `part_ms` of every step, by rank."""

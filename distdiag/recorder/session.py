@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import os
 import platform
 import signal
@@ -140,6 +141,7 @@ class Session:
             self._write_native_frames_on(number - 1)
         if not faulthandler.is_enabled():
             faulthandler.enable(file=self._create_handler_file(f"r{rank}.fatal"), all_threads=True)
+            _off_for_script()
 
     def _create_file(self, name: str) -> KeptFile:
         """Create a file next to the page; it stays open for the life of the process."""
@@ -347,6 +349,18 @@ def _start(run_dir: str | None, name: str | None, rank: int, world_size: int, lo
         session.pulse.other_nodes = session.other_nodes
     session.pulse.start()
     return session
+
+
+def _off_for_script() -> None:
+    """Let `faulthandler.is_enabled()` be False until the script enables it: many enable only one that is off."""
+    enable, is_enabled = faulthandler.enable, faulthandler.is_enabled
+
+    @functools.wraps(enable)
+    def first(*args: Any, **kwargs: Any) -> None:
+        faulthandler.enable, faulthandler.is_enabled = enable, is_enabled
+        enable(*args, **kwargs)
+
+    faulthandler.enable, faulthandler.is_enabled = first, functools.wraps(is_enabled)(lambda: False)
 
 
 def _unhandled() -> BaseException | None:

@@ -148,7 +148,8 @@ def _start(run_dir: Path, pages: Path, node: int, overflow: Path, lock: int, qui
     ]
     actions.append((os.POSIX_SPAWN_DUP2, lock, lock))  # a descriptor duplicated onto itself is inherited
     try:
-        pid = posix_spawn(command[0], command, env, file_actions=actions, setsid=True)
+        # neither the script's mask nor that of our threads, which block all signals
+        pid = posix_spawn(command[0], command, env, file_actions=actions, setsid=True, setsigmask=())
     except OSError as e:
         raise NotStarted(e.errno, f"no process could be started: {e.strerror}") from None
     deadline = now_s() + STARTED_S

@@ -307,8 +307,9 @@ def test_cleared_findings_are_one_line_each_and_an_error_comes_without_the_list_
         message="rank 1 is elsewhere", cost="the job makes no progress", first_seen_s=20.0,
     )  # fmt: skip
     gone = msgspec.structs.replace(FINDING, cleared_s=9.0)
+    replaced = msgspec.structs.replace(error, cause="order_mismatch", severity="info", cleared_s=21.0)
     run = a_run(
-        tmp_path / "run", error, gone, started_unix_s=time.time() - 60, ended_s=30.0, state="failed",
+        tmp_path / "run", error, gone, replaced, started_unix_s=time.time() - 60, ended_s=30.0, state="failed",
         state_text="stopped by SIGTERM (from the launcher or a person)",
     )  # fmt: skip
     with Writer(tmp_path / "run") as w:

@@ -462,3 +462,34 @@ def test_ranks_that_skip_a_collective_together_each_in_its_own_group_are_culprit
     for message, _ in both:
         assert "left out all_reduce (job.py:5, called at job.py:12): `if found` (job.py:3)" in message
     assert "unlike rank 0: after all_reduce (job.py:2" in both[0][0]
+
+
+def test_a_call_that_is_left_out_of_a_backward_is_looked_for_in_the_forward() -> None:
+    """Autograd runs a function's backward only if its input needs a gradient: rank 2 got no tokens, and its expert returned a new tensor."""
+    text = (
+        "def expert(x):\n    if len(x) == 0:\n        return x.new_empty((0, 4))\n    return net(x)\n"
+        "class AllToAll(torch.autograd.Function):\n    def backward(ctx, grad):\n        all_to_all(out, grad)\n"
+        "def train():\n    for step in range(60):\n        loss = model(step)\n        loss.backward()\n        all_reduce(norm)\n"
+    )
+    ends = [Site("moe.py", line, "train") for line in (10, 11, 12)]
+    forward, backward, norm = ends[0], Site("moe.py", 7, "backward", ends[1]), ends[2]
+    states, groups = {}, {name: Group(name=name, ranks=(0, 1, 2)) for name in ("default_pg", "ep")}
+    for q in range(3):
+        made: list[Call] = []
+        for n in range(1, 31):
+            made += [
+                Call(op="all_to_all", group="ep", seq=2 * n - 1, site=forward), Call(op="all_to_all", group="ep", seq=2 * n, site=backward),
+                Call(op="all_reduce", group="default_pg", seq=n, site=norm),
+            ]  # fmt: skip
+        made = [*made[:-2], made[-1]] if q == 2 else made[:-1]
+        here = made[-1].site
+        states[q] = RankState(
+            rank=q, calls=tuple(made), blocked=made[-1], user_stack=here.path if here else (),
+            enqueued={"ep": 59 if q == 2 else 60, "default_pg": 30 if q == 2 else 29}, completed={"ep": 59, "default_pg": 29},
+        )  # fmt: skip
+    (found,) = proved(Snapshot(t_s=9.0, world_size=3, ranks=states, groups=groups), source={"moe.py": text}.get)
+    head = (
+        "rank 2 left `loss.backward()` at moe.py:11 in train without all_to_all (moe.py:7, called at moe.py:11) in it"
+    )
+    assert found.culprits == (2,) and found.message.startswith(head)
+    assert "keep rank 2's result in the graph" in found.advice and "`if len(x) == 0` at moe.py:2" in found.advice

@@ -261,6 +261,26 @@ def test_a_proof_whose_victims_come_to_wait_one_by_one_is_one_finding() -> None:
     assert not d.contradicted
 
 
+def test_a_proof_that_another_one_replaces_is_no_contradiction() -> None:
+    """One collective is judged again once more is known of its ranks: which rank is to blame, and the cause, may change."""
+    d, seen = Diagnosis(source=lambda _: None), []
+    entered = {0: (LOOP, "all_reduce"), 1: (Site("/job/train.py", 50, "save"), "barrier")}
+    for t_s, known in ((6.0, {}), (6.3, {}), (6.6, {}), (6.9, {50}), (7.2, {50}), (7.5, {50})):
+        calls = {
+            q: Call(op=op, group="default_pg", seq=7, entered_s=5.0, site=site) for q, (site, op) in entered.items()
+        }
+        sites = {f"{site.file}:{site.line}": 2 for site, _ in entered.values()} if known else {}
+        ranks = (
+            rank(q, enqueued={"default_pg": 7}, activity="waiting", calls=(c,), blocked=c, sites={c.site.key: 1, **sites})
+            for q, c in calls.items() if c.site is not None
+        )  # fmt: skip
+        seen += d.update(job(*ranks, t_s=t_s))
+    assert [(f.title, f.severity, f.cleared_s is None) for f in d.findings] == [
+        ("mismatch/op", "info", False), ("deadlock/order_mismatch", "error", True)
+    ]  # fmt: skip
+    assert not d.contradicted and [f.severity for f in seen if f.cleared_s is not None] == ["info"]
+
+
 @pytest.mark.parametrize("apart_s", [1, 2, 4])
 def test_a_finding_is_held_for_seconds_however_far_apart_polls_are(apart_s: int) -> None:
     """Nodes send their state every two seconds, and a calm monitor polls every eight."""

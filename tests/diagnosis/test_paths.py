@@ -621,6 +621,27 @@ def test_a_rank_that_makes_its_call_once_more_has_stayed_in_the_loop_around_it(s
     assert (found.text, found.way) == (text, Way.STAYED if stays else Way.SKIPPED)
 
 
+def test_one_more_pass_is_one_of_the_innermost_loop_that_can_differ() -> None:
+    """A loop over a model's blocks has as many rounds on every rank."""
+    source, at = places("""
+    def __init__(self):
+        self.blocks = nn.ModuleList()
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)  # A
+    def log_probs(samples):
+        for ids in micro_batches(samples):
+            model(ids)  # B
+    def main():
+        for samples in loader:
+            log_probs(samples)  # C
+            reduce_metrics()  # D
+    """)
+    mine = [Site(FILE, at[m], f) for m, f in (("A", "forward"), ("B", "log_probs"), ("C", "main"))]
+    (found,) = conditions_between(mine, [Site(FILE, at["D"], "main")], {FILE: source}.get, Pair(stays=True))
+    assert (found.text, found.way) == ("for ids in micro_batches(samples)", Way.MORE)
+
+
 @pytest.mark.parametrize(("stays", "way"), [(True, Way.AGAIN), (False, Way.ALONE)])
 def test_what_a_handler_tries_again_has_been_made_once_by_all(stays: bool, way: Way) -> None:
     text, at = places("""

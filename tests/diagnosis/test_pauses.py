@@ -252,12 +252,25 @@ def test_collections_that_cost_all_ranks_much_are_found_with_their_line(
     found = findings(job(*of), straggler, pauses=pauses, source=text.get)
     assert [(f.cause, f.culprits, f.severity) for f in found] == [("gc", (), severity)] * (severity is not None)
     for f in found:
-        assert "take 40 % of the time of every rank: 80 of 0.5 s since the warm-up" in f.message
+        assert "take at least 40 % of the time of every rank: 80 of 0.5 s since the warm-up" in f.message
         assert ("tidy.py:3" in f.message, "call `gc.collect()` at few steps" in str(f.advice)) == (
             seen > 9, seen > 9
         )  # fmt: skip
     one = job(of[0], replace(of[1], gc_s=1.0, gc_count=4))
     assert findings(one, straggler, pauses=pauses) == [], "not of one rank only: that is late, or keeps nobody waiting"
+
+
+def test_collections_that_make_one_rank_slow_have_no_second_finding_of_all() -> None:
+    pauses = Pauses(gc_before=dict.fromkeys(range(2), (0.0, 1.0, 4)), begun_s=0.0)
+    late = ((150.0, 0.0, 20.0), (0.0, 150.0, 80.0))
+    of = [
+        rank(q, step=90, steps=steps(own, "other", wait, seed=q), gc_s=1.0 + gc_s, gc_count=84)
+        for q, (wait, own, gc_s) in enumerate(late)
+    ]
+    f = only(findings(job(*of), straggler, pauses=pauses))
+    assert (f.cause, f.culprits, f.severity) == ("gc", (1,), "warning") and "20 % on the others" in f.message
+    later = job(*(rank(q, step=90, gc_s=41.0, gc_count=84) for q in range(2)))
+    assert findings(later, straggler, pauses=pauses, reported=(f,)) == [], "while it is reported"
 
 
 def test_pauses_for_garbage_collection_in_turn_want_the_same_step() -> None:

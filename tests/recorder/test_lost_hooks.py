@@ -110,14 +110,17 @@ def test_modules_that_ddp_averages_in_another_way_are_left_out(how: str) -> None
 
 def test_what_is_kept_is_freed_with_the_module() -> None:
     net = nn.Linear(2, 2)
-    weight, ddp = ref(net.weight), DistributedDataParallel(net)
+    group = dist.new_group([0])
+    weight, its_group, ddp = ref(net.weight), ref(group), DistributedDataParallel(net, process_group=group)
     page: Any = SimpleNamespace(word_of=lambda *_: 0, text=str)
     model = Model(ddp, SimpleNamespace(), SimpleNamespace(page=page))  # type: ignore[arg-type]
     model.hooked = hooked(ddp, [*net.named_parameters()])
     assert len(model.hooked) == 2
     del ddp, net
+    dist.destroy_process_group(group)
+    del group
     gc.collect()
-    assert model.hooked == [] and weight() is None
+    assert model.hooked == [] and weight() is None and its_group() is None
 
 
 @pytest.mark.parametrize(("listed", "found"), [("2 3", (2.0, 2, "1.weight")), ("1 3", None)])

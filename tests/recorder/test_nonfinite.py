@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from distdiag.page.layout import SampleKind
+from distdiag.recorder import unseen
+from distdiag.recorder.hooks.nonfinite import NonFinite
 from tests.jobs import closed, launch, rows, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
@@ -108,3 +116,19 @@ def test_the_rank_with_nan_in_its_batch_is_named(bad: str, scale: str, culprits:
     [finding] = [json.loads(j) for (j,) in rows(run, "SELECT json FROM finding WHERE kind = 'nonfinite'")]
     assert (finding["cause"], finding["culprits"]) == ("loss", culprits)
     assert ("what enters the model already has NaN" in finding["message"]) is bool(culprits)
+
+
+def test_the_parameter_whose_gradient_is_checked_is_that_of_now_and_not_kept() -> None:
+    unseen.install()  # else no tensor has memory that may be read
+    written: list[SampleKind] = []
+    of_rank: Any = SimpleNamespace(header=None, models={}, write=lambda kind, *_, **__: written.append(kind))
+    checks, w = NonFinite(of_rank, of_rank, of_rank), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([w], 0.01)
+    checks._check_gradient(optimizer, 1)
+    held, w = weakref.ref(w), torch.nn.Parameter(torch.ones(2))
+    optimizer.param_groups[0]["params"][0] = w
+    gc.collect()
+    assert held() is None
+    w.grad = torch.full((2,), float("nan"))
+    checks._check_gradient(optimizer, 2)
+    assert written == [SampleKind.NONFINITE_GRADIENT]

@@ -12,6 +12,7 @@ import pytest
 from distdiag.page import directories
 from distdiag.recorder import session, start_monitor, state
 from distdiag.recorder.start_monitor import NotStarted
+from distdiag.unpatched import Lock, start_new_thread
 from tests.jobs import ONE_RANK, closed, runs, start, wait_for
 
 
@@ -39,6 +40,24 @@ def test_a_process_that_does_not_get_going_is_killed(tmp_path: Path, monkeypatch
     with pytest.raises(NotStarted, match="did not start within"):
         start_monitor.start_monitor(tmp_path / "run", pages, 0, pages)
     wait_for(lambda: not runs(pids[0]), 10, "the process to end")
+
+
+def test_a_monitor_blocks_no_signal_although_our_threads_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them starts another monitor when the first was killed."""
+    program, mask, pages, done = tmp_path / "python", tmp_path / "mask", _pages(tmp_path), Lock()
+    program.write_text(f"#!/bin/sh\nexec grep SigBlk /proc/self/status > {mask}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(start_monitor, "_interpreter", lambda: str(program))
+
+    def run() -> None:
+        try:
+            start_monitor.start_monitor(tmp_path / "run", pages, 0, pages)
+        finally:
+            done.release()
+
+    done.acquire()
+    start_new_thread(run, ())
+    assert done.acquire(timeout=20) and int(mask.read_text().split()[1], 16) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,16 @@
-"""The wait of a Work written in Python, as some backends return, is recorded, too."""
+"""Classes of torch's that a job has subclassed in Python: they work, and the wait of such a Work is recorded, too."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch._C import _distributed_c10d as c10d
 
-from distdiag.recorder.hooks.wrap_collectives import _wrap_python_wait
+from distdiag.recorder.hooks.wrap_collectives import _wrap, _wrap_python_wait
+from distdiag.recorder.hooks.wrapping import around, as_c_method
 
 
 class Waits:
@@ -43,3 +46,30 @@ def test_a_wait_that_python_overrides_is_recorded_once_with_its_error() -> None:
     assert waits.seen[3] == ("ends", (7, True, raised.value))
     _wrap_python_wait(waits, c10d.Work)  # type: ignore[arg-type]
     assert Done.wait.__name__ == "wait"
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_subclass_has_torchs_methods_that_it_does_not_override(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of such an object, C++ calls the method that Python has under its name, if that is no C++ function: ours."""
+    collectives: Any = SimpleNamespace(begin=lambda *_: None, failed=None)
+    for name in ("allreduce", "broadcast"):
+        original = getattr(c10d.ProcessGroup, name)
+        ours = as_c_method(_wrap(collectives, name, original), original)
+        monkeypatch.setattr(c10d.ProcessGroup, name, ours if recorded else around(original, c_method=True))
+
+    class Counts(c10d.ProcessGroup):
+        calls = 0
+
+        def allreduce(self, tensors: Any, options: Any) -> Any:
+            self.calls += 1
+            return super().allreduce(tensors, options)
+
+    made: Any = (Counts, c10d.ProcessGroupGloo)  # torch's stubs have other arguments
+    group, backend = made[0](0, 1), made[1](c10d.HashStore(), 0, 1)
+    group._register_backend(torch.device("cpu"), c10d.ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(c10d.ProcessGroup.BackendType.GLOO)
+    group.allreduce([torch.ones(1)], c10d.AllreduceOptions()).wait()
+    group.broadcast([torch.ones(1)], c10d.BroadcastOptions()).wait()
+    assert group.calls == 1

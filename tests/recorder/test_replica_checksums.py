@@ -402,6 +402,22 @@ def test_a_model_that_the_job_drops_is_not_kept() -> None:
     checksums._sample_layers(32)
 
 
+def test_a_parameter_that_the_job_replaces_is_not_kept_and_the_new_one_sampled() -> None:
+    """As Gaussian splatting does, which splits and removes points."""
+    written, sampled = Written(), SampleKind.PARAMETERS
+    checksums = ReplicaChecksums(SimpleNamespace(models={}, averaged_by=None), written)  # type: ignore[arg-type]
+    points = [nn.Parameter(torch.full((4, 3), float(k))) for k in range(2)]
+    optimizer = torch.optim.SGD([points[0]], lr=0.1)
+    checksums.before_first_step(optimizer)
+    checksums.after_optimizer(optimizer, 2)
+    held = weakref.ref(points.pop(0))
+    optimizer.param_groups[0]["params"][0] = points[0]
+    gc.collect()
+    assert held() is None
+    checksums.after_optimizer(optimizer, 4)
+    assert written.at[sampled, 2] == 0 < written.at[sampled, 4]
+
+
 @pytest.mark.parametrize(
     ("replaced", "counted"),
     [("embed", (1, 1)), ("head", (2, 2)), ("", None)],

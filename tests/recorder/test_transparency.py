@@ -39,7 +39,12 @@ SCRIPTS = {
     "no_child_of_ours": "import os\ntry:\n    os.waitpid(-1, os.WNOHANG)\n    print('a child')\nexcept ChildProcessError:\n    print('none')\n",
     "lowest_descriptors": "import os\nprint(os.open(os.devnull, os.O_RDONLY))\nimport resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))\n"
     "print(len([os.open(os.devnull, os.O_RDONLY) for _ in range(4)]))\n",
+    "blocked_signal": "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\nos.kill(os.getpid(), signal.SIGUSR1)\n"
+    "print(signal.sigtimedwait({signal.SIGUSR1}, 5).si_signo)\n",
     "atexit": "import atexit\natexit.register(print, 'bye')\nprint('hello')\n",
+    "faulthandler": "import faulthandler\nprint(faulthandler.is_enabled())\nfaulthandler.enable()\nprint(faulthandler.is_enabled())\n",
+    "last_error": "import atexit, sys\natexit.register(lambda: print(repr(sys.last_value), sys.last_traceback.tb_lineno))\n1 / 0\n",
+    "open_at_the_end": "import os\nf = open(os.dup(1), 'w')\nf.write('step 1')\nraise KeyboardInterrupt\n",
     "interrupted_at_exit": "import atexit, signal, threading, time\natexit.register(print, 'saved')\n"
     "threading.Thread(target=lambda: (time.sleep(0.2), print('thread done'))).start()\nsignal.raise_signal(signal.SIGINT)\n",
 }

@@ -114,7 +114,7 @@ def test_a_title_above_a_stack_names_its_rank(tmp_path: Path, title: str) -> Non
     report = diagnose_stacks([str(write(tmp_path, all=text))])
     assert report is not None
     (f,) = report.findings
-    assert (f.culprits, f.victims, f.severity) == ((2,), (0, 1), Severity.ERROR)  # all others wait, and it waits itself
+    assert (f.culprits, f.victims, f.severity) == ((2,), (0, 1), Severity.WARNING)  # one sample cannot tell how long
     assert (f.where[0].file, f.where[0].line) == ("pretrain/webdata.py", 92)
 
 

@@ -13,7 +13,8 @@ from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.text.phrases import at, op_at, site_text
 
 _NEW_TENSORS = {
-    "zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "detach",
+    "zeros", "ones", "full", "empty", "tensor", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full",
+    "new_empty", "detach",
 }  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def left(
     if not any((x.file, x.function) == (outer.file, outer.function) and x.line > outer.line for x in mine):
         return None
     who, where = rank_list(ranks), ""
-    text = f"; that backward{at(inner)} runs only where the input of its forward needs a gradient"
+    text = f"; that backward{at(Site(inner.file, inner.line, inner.function))} runs only where the input of its forward needs a gradient"
     if (anew := _made_anew(inner.file, source)) is not None:
         text += f"; {site_text(anew.place)} decides whether a new tensor, without a graph, is returned: `{anew.text}`"
         where = f", as under `{anew.text}`{at(anew.place)}"
@@ -36,8 +37,8 @@ def left(
         ranks=tuple(ranks),
         head=f"{who} left `{syntax.line_at(outer, source)}`{at(outer)} without {op_at(call)} in it",
         text=text,
-        advice=f"keep {who}'s result in the graph: look for a tensor that the model makes anew (zeros, detach, no_grad) on some "
-        f"ranks{where}, and add the computed one times 0",
+        advice=f"keep {who}'s result in the graph: look for a tensor that the model makes anew (zeros, empty, detach, no_grad) "
+        f"on some ranks{where}: often where there are no tokens or no data; return the computed one there, too, or add it times 0",
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from distdiag.diagnosis.culprit import callers
+from distdiag.diagnosis.culprit import backward, callers
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.culprit.paths import Condition, Pair, Way, conditions_between, left_loop, short_rounds
 from distdiag.diagnosis.model.findings import rank_list
@@ -64,6 +65,9 @@ def pattern(case: Case) -> Testimony | None:
             advice="let no rank wait in a send while its peer does: use isend or batch_isend_irecv, or receive before the next "
             f"send; see why rank {rank} now makes {op_at(turn.made)} more often in a row",
         )  # fmt: skip
+    rest = case.states[rank].user_stack
+    if turn.left_out and not conditions and (found := backward.left((rank,), rest, due, turn.due, case.source)):
+        return replace(found, text=text + found.text)
     did, call = ("left out", turn.due) if turn.left_out else ("alone made", turn.made)
     return Testimony(
         ranks=(rank,), head=f"rank {rank} {did} {op_at(call)}", text=text, conditions=conditions, advice=_advice(rank, turn, conditions)

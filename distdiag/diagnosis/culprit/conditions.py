@@ -194,8 +194,14 @@ def _between(case: Case, ranks: Sequence[int]) -> list[Condition]:
 
 
 def met_in(case: Case, rank: int, other: int) -> Site | None:
-    """Return the rank's own line in which its calls have met equal ones in the line of another rank: roles have their own lines."""
+    """Return the rank's own line in which its calls have met equal ones, or the other ends of its messages, in the line of another rank:
+    roles have their own lines."""
     group, seq, there = case.wait.group, case.wait.seq, case.here.get(other)
+    if (call := case.wait.calls.get(rank)) is not None and call.p2p and call.peer == other:
+        ends = ((c, messages.other_end(case.states[other], rank, c, c.nth)) for c in case.states[rank].calls if c.p2p)
+        both = ((c.site, end.site) for c, end in ends if end is not None and (c.peer, c.nth) != (other, call.nth))
+        met = [mine for mine, theirs in both if mine is not None and theirs is not None and theirs.key == there]
+        return min(met, key=lambda site: site.key != case.here.get(rank), default=None)
     if case.wait.p2p or seq is None or there is None or there in case.states[rank].sites:
         return None
 

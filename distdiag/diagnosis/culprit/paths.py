@@ -30,6 +30,7 @@ class Way(StrEnum):
     LEFT = "left"  # out of the loop that they are in: `break`, or the loop's own condition
     AGAIN = "again"  # to the call that all have made once: an exception was caught, and what raised it is tried again
     STAYED = "stayed"  # in a loop that they have left in the same way
+    MORE = "more"  # through a loop once more: all made its call in this step, and the others have left it
     ROUND = "round"  # to the end of a round of a loop that has as many rounds on all ranks: `continue`
 
 
@@ -164,7 +165,7 @@ def conditions_between(
     even = (g for g in their_path.own if g.kind is GuardKind.INSIDE and their_path.has_left(g) and not g.can_differ())
     tries = [
         *((Way.LEFT, sort) for sort in (_innermost(their_path) if pair.again else ())),
-        *((Way.STAYED, sort) for sort in (_innermost(path) if pair.stays else ())),
+        *((Way.MORE, sort) for sort in (_innermost(path) if pair.stays else ())),
         (Way.ALONE, held), *zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False), (Way.SKIPPED, held_there),
         *zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False),
         (Way.SKIPPED, rounds), (Way.ROUND, [g for loop in even for g in loop.ways_out(ast.Continue)]),
@@ -194,6 +195,8 @@ def conditions_between(
 
 def _way_of(guard: Guard, way: Way, stays: bool) -> Way:
     """Return the way of a condition, by what it leads to: a `break` ends the loop, not only this round; a handler may try again."""
+    if way is Way.MORE and guard.way_out is not None:
+        return Way.STAYED
     if isinstance(guard.way_out, ast.Break):
         return {Way.ALONE: Way.STAYED, Way.SKIPPED: Way.LEFT}.get(way, way)
     return Way.AGAIN if stays and way is Way.ALONE and isinstance(guard.node, ast.ExceptHandler) else way
@@ -229,14 +232,14 @@ def _sorts(path: _Path) -> tuple[list[Guard], ...]:
 
 def _innermost(path: _Path) -> Iterator[list[Guard]]:
     """Yield what leaves the innermost loop around a call, what leaves the loops around it if it is a `for`, which mostly ends by itself,
-    and the loop; nothing if an exception may have left it, or if a comprehension may make the call again."""
+    and the innermost loop that can have more rounds on one rank (not one over a model's blocks); nothing if an exception may have left it, or if a comprehension may make the call again."""
     loops = [g for g in reversed(path.own) if g.kind is GuardKind.INSIDE]
     raised = any(isinstance(g.node, ast.ExceptHandler) for g in path.own)
     if not loops or raised or any(g.kind is GuardKind.REPEATED for g in (*path.common, *path.own)):
         return
     for loop in loops if isinstance(loops[0].node, ast.For) else loops[:1]:
         yield [*loop.ways_out(*_LEAVES)]
-    yield loops[:1]
+    yield [loop for loop in loops if loop.can_differ()][:1]
 
 
 def _ends_by_data(loop: Guard) -> bool:

@@ -14,7 +14,10 @@ from distdiag.diagnosis.model.snapshot import Life, RankState, lines_of
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import places_text
 
-MORE_ADVICE = "look for what calls it on that rank alone: a module that communicates (a norm, a metric), run for a preview, a log or a check"
+MORE_ADVICE = (
+    "find why that rank makes it more often: one more round of a loop, or a module that communicates (a norm, a metric), which that rank "
+    "alone runs for a preview, a log or a check"
+)
 
 
 # -- where others never were -------------------------------------------------------------------------------------------

@@ -48,9 +48,9 @@ EPOCH_STARTS = Template(
     "{seconds:.1f} s each time{worker}", "up to {share:share} of step time", "{do}; more workers do not make the first batch come earlier",
     proved=True)  # fmt: skip
 _DO_FIRST = {
-    "again": "the loader's workers (now {workers}) are started again in each epoch, and what the dataset reads when it is first used, each of them reads "
-    "again: set `persistent_workers=True` (workers then keep the dataset as it is when they start: an epoch that the main process sets "
-    "in it no longer reaches them), let it read files and build tables once, in `__init__`, before they are started, or make epochs longer",
+    "again": "set `persistent_workers=True`: each epoch starts the loader's workers (now {workers}) again; their copy of the dataset then stays, so "
+    "an epoch that the main process sets in it no longer reaches them; or let the dataset read files and build tables once, in `__init__`, before "
+    "workers start, or make epochs longer",
     "stream": "the workers stay (persistent_workers), but each epoch calls the dataset's `__iter__` again: let that yield while it fills a shuffle "
     "buffer, fill less, keep the buffer from one epoch to the next, or make epochs longer",
     "map": "the workers stay (persistent_workers), but load nothing ahead for the next epoch: make epochs longer, as by a sampler that goes over "

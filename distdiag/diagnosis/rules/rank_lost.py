@@ -146,7 +146,7 @@ def _lost(facts: Facts) -> Finding:
     return (KILLED if killed else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
-        waiting=wheres(s, (q for q, r in s.ranks.items() if q in victims and (r.blocked or q in echoes))),
+        waiting=wheres(s, (q for q, r in s.ranks.items() if q in victims and (r.blocked or r.ended_waiting or q in echoes))),
         step=first.step, first_seen_s=first.ended_s if first.ended_s is not None else s.t_s, signal=signal,
         how=shortened(first.exception or f"exit code {first.exit_code}", 200),
         site=None if elsewhere else first.current_site, condition=condition,

@@ -23,6 +23,8 @@ from distdiag.diagnosis.replicas import (
     limits,
     sampled,
     samples_of,
+    separate_sets,
+    sets_text,
     spread,
     values_of,
 )
@@ -77,6 +79,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield found
     if reported:
         return
+    yield from split_models.crossed(s)
     yield from split_models.layers(s)
     yield from split_models.rates(s)
     yield from _modes(s)
@@ -176,8 +179,10 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     samples = by_step({q: {x.step: x for x in samples_of(s.ranks[q], kind_of)} for q in ranks})
     sums = {k: {q: x.value for q, x in of.items()} for k, of in samples.items()}
     common = [k for k, of in samples.items() if comparable([x.key for x in of.values()])]
+    separate = _separate(s) if kind_of == "parameters" and not split else ""
     if len(common) < limits.samples:
-        return abstained(f"{len(common)} of {limits.samples} checksums of {named} at the same steps")
+        few = f"all ranks have checksums of the same elements of {named} at {counted(len(common), 'step')}"
+        return abstained(separate or f"{few}; {limits.samples} are needed")
 
     def differing(relative: float) -> list[int]:
         return [k for k in common if differ([*sums[k].values()], relative)]
@@ -195,6 +200,8 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     cause = "split_module" if split else _cause(s, kind_of, steps)
     began_equal = len([k for k in common if k < steps[0]]) >= limits.samples
     if cause is None or (mild and not began_equal):
+        if separate:
+            return abstained(separate)
         averaged = kind_of == "parameters" and any(x.value >= limits.averaged for x in sampled(s, "averaged"))
         if common[0] or kind_of not in ("parameters", "outside_fsdp") or averaged or not steps[0]:
             stepped = kind_of == "parameters" and not any(r.models for r in s.ranks.values())
@@ -217,6 +224,12 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     local = cause in ("unequal", "gradients_not_synced") and _local_gradients(s, steps)
     equal = 0 if cause == "outside_fsdp" else max((k for k in common if k < steps[0]), default=None)
     return _finding(facts, "mild" if mild else cause, steps, sums[steps[-1]], equal, began_equal, local)
+
+
+def _separate(s: Snapshot) -> str:
+    """Return which sets of ranks exchange nothing, so that their replicas cannot be compared; empty if there are none."""
+    sets = separate_sets(s)
+    return f"{sets_text(sets)} exchange nothing in most steps, so their replicas were not compared" if sets else ""
 
 
 def _agree(named: str, compared: list[int], differing: int) -> str:
@@ -415,7 +428,7 @@ def _place(r: RankState, place: str, by_hand: bool) -> Site | None:
         return averaging_site(r, by_hand)
     if place == "wrap":
         return next((m.site for m in r.models), None)
-    return next(iter(r.phase_stacks.get(place, ())), None)
+    return next((stack[0] for phase in place.split() if (stack := r.phase_stacks.get(phase))), None)
 
 
 def _skips(facts: Facts) -> str:
@@ -426,19 +439,16 @@ def _skips(facts: Facts) -> str:
 
 
 def _skipped_steps(s: Snapshot) -> dict[int, float]:
-    """Return how many averaged backward passes of each rank no optimizer step followed, when that differed last; or nothing.
+    """Return how many averaged backward passes of each rank had no optimizer step of their own, when that differed last; or nothing.
 
-    By the checksums, whose keys count the passes before a step, as the totals may be equal again; and now. Most passes must be followed.
+    By the checksums of one step, whose keys count the passes before it, as ranks are polled at different moments, and the numbers may be
+    equal again. Most passes must be followed by a step.
     """
     keys = by_step({q: {x.step: x.key >> 32 for x in samples_of(r, "parameters")} for q, r in s.ranks.items()})
-    passes = {k: of for k, of in keys.items() if all(of.values())}
-    without = [({q: float(n - k) for q, n in of.items()}, of, 0) for k, of in passes.items()]
-    now = {q: sum(m.synced_backwards for m in r.models) for q, r in s.ranks.items()}
-    # ranks are polled at different moments of a step
-    without.append(({q: float(now[q] - r.step) for q, r in s.ranks.items()}, now, 1))
-    for of, n, usual in reversed(without):
-        if max(of.values()) - min(of.values()) > usual and all(0 <= 2 * of[q] < n[q] for q in of):
-            return of
+    for k, passes in reversed(keys.items()):
+        without = {q: float(n - k) for q, n in passes.items()}
+        if len({*without.values()}) > 1 and all(0 <= 2 * without[q] < n for q, n in passes.items()):
+            return without
     return {}
 
 

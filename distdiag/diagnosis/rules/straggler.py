@@ -48,17 +48,15 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         for x in _in_window(facts)
         if not isinstance(x, Finding) or x.advice == text.THREAD or x.culprits not in by_thread
     ]
-    known = {f.culprits for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and _warns(f)}
+    of_one = [f for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and f.culprits]
+    slow = [f for f in of_one if f.kind == kind.name and f.severity == Severity.WARNING]
+    # the sum of its pauses would only repeat these
+    known = {f.culprits for f in slow if f.cause not in (text.PAUSES.cause, "gc")}
     pauses = [f for f in list(_in_turn(facts)) or _pauses(facts) if not f.culprits or f.culprits not in known]
     summed = {f.culprits for f in pauses}
     yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
     yield from pauses
-    yield from of_all_ranks(facts, {f.cause for f in pauses})
-
-
-def _warns(f: Finding) -> bool:
-    """True of a straggler, found or reported, that the sum of its pauses would only repeat."""
-    return f.kind == kind.name and f.severity == Severity.WARNING and f.cause not in (text.PAUSES.cause, "gc")
+    yield from of_all_ranks(facts, {f.cause for f in (*pauses, *slow)})
 
 
 def _pauses(facts: Facts) -> Iterator[Finding]:
@@ -215,7 +213,7 @@ def _slow_device(case: Case) -> Finding | None:
 
 
 def _rotating(case: Case, reported: bool) -> Finding | None:
-    window = case.window
+    window = case.window if case.at_times is None else case.window.without(case.at_times.indices)
     found = None if case.stages else comparison.rotating(window, limits.rotating_steps, limits.rotating_changes)
     if found is None:
         return None
@@ -290,7 +288,7 @@ def _meet_rarely(window: Window, subset: Subset) -> bool:
 
 def _at_times(case: Case) -> Finding | None:
     """Return the finding of a rank that is slow in some steps: info, unless it costs much and is no duty."""
-    found = comparison.occasional(case.window, limits.recurrence)
+    found = case.at_times
     # without a period, ranks that compete for cores have such steps by chance, stages by design
     if found is None or (found.period is None and (case.busy or case.stages)):
         return None

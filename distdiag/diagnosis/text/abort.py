@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.culprit import conditions
 from distdiag.diagnosis.culprit.case import Reason
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import Finding, rank_list
@@ -21,6 +22,8 @@ ABORT = Template(kinds.MISMATCH, "shape",
 SHOWN = 8  # tensors
 _STATES = {Life.KILLED: "killed", Life.CRASHED: "crashed"}  # while it waits: what it does
 SPLITS = "compare what each rank sends with what its peer expects: split sizes and output shapes must agree"
+MESSAGES = "compare the messages of the ranks with their receives: in number, order, tag and size"
+ONE_SHAPE = "let both ends compute the shape of that message in one function, or send the shape first"
 COMPARE = "compare the two call sites: every rank must make the same collective calls in the same order"
 ORDER = "find where the ranks' calls begin to differ: every rank must make the same collective calls in the same order"
 
@@ -42,9 +45,9 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     sites = {r: call.site for r, call in verdict.wait.calls.items() if call.site is not None}
     head = evidence.head_text(verdict) if len(set(sites.values())) > 1 else ""
     lines = {sites[min(side)].key: sites[min(side)] for side in verdict.wait.sides}
-    places = "; ".join(
-        f"{rank_list([r for r in dead if r in sites and sites[r].key == key])}{at(site)}" for key, site in lines.items()
-    )
+    ranks = {key: [r for r in dead if r in sites and sites[r].key == key] for key in lines}
+    each = (f"{rank_list(ranks[key])}{_size(verdict, ranks[key])}{at(site)}" for key, site in lines.items())
+    places = (", " if all(call.p2p for call in verdict.wait.calls.values()) else "; ").join(each)
     return ABORT(
         culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life)), sites.get(r)) for r in odd or dead),
         waiting=wheres(snapshot, rest, None, sites) if odd else (), step=states[killed[0]].step if killed else None,
@@ -62,14 +65,21 @@ def _members(snapshot: Snapshot, verdict: Verdict) -> set[int]:
     return set(group.ranks if group is not None else snapshot.ranks)
 
 
+def _size(verdict: Verdict, ranks: list[int]) -> str:
+    """Return ` sends 34.0 KiB`, of one rank's message."""
+    call = verdict.wait.calls[ranks[0]]
+    if len(ranks) > 1 or not call.p2p or not call.bytes:
+        return ""
+    return f" {'sends' if 'send' in call.op else 'receives into'} {size_text(call.bytes)}"
+
+
 def _text(snapshot: Snapshot, verdict: Verdict, dead: list[int]) -> tuple[str, str, str]:
     """Return (what the ranks did, why it did not fit, advice)."""
     calls = {rank: call for rank in dead if (call := verdict.wait.calls[rank]).op or call.shape}
     if calls and all(call.p2p for call in calls.values()):
-        advice = "compare the messages of the ranks with their receives: in number, order, tag and size"
-        known = ((f"rank {q} {'sent' if 'send' in c.op else 'expects'}", c.bytes) for q, c in calls.items())
-        sizes = (f"{who} {size_text(n_bytes)}" for who, n_bytes in known if n_bytes)
-        return "exchanged messages", f"; {', '.join(sizes)}{evidence.reason_text(verdict)}", advice
+        met = ((q, conditions.met_in(verdict.case, q, c.peer)) for q, c in calls.items() if c.peer in calls)
+        paired = any(site is not None and site.key == verdict.case.here[q] for q, site in met)
+        return "exchanged messages", evidence.reason_text(verdict), ONE_SHAPE if paired else MESSAGES
     what = "called one collective with tensors"
     if len({call.site for call in verdict.wait.calls.values()}) > 1:
         return what, evidence.reason_text(verdict), evidence.advice(verdict) or COMPARE

@@ -36,6 +36,13 @@ SPLIT_LAYERS = Template(kind, "gradients_not_synced",
     "clip by the norm of the whole model: all_reduce the squared norm of the split parameters over the group that splits them, as "
     "`clip_grad_norm_` over a rank's own parts scales each rank differently; and all_reduce the gradients of {drift} over that group, if each "
     "rank computes a part of them; if these sets train models of their own, ignore this", severity=Severity.WARNING)  # fmt: skip
+CROSSED = Template(kind, "gradients_not_synced",
+    "{sets} average the gradients of all parameters, each among themselves only, although ranks that average began with different parameters; "
+    "those with equal ones, {peers}, exchange nothing in most steps",
+    "gradients of different parameters are averaged, and those of equal ones are not",
+    "average among ranks that hold the same part of the model, {peers}: see how the groups are made (the order of the dimensions in "
+    "`arange(world).view(…)` or of a mesh, `//` or `%`); if each of these sets trains a model of its own, broadcast its parameters from one of its "
+    "ranks first", severity=Severity.WARNING)  # fmt: skip
 RATES = Template(kind, "learning_rates",
     "learning rates differ between the ranks since step {step} or earlier ({each} at step {newest}{kept}), and each rank steps a part of the "
     "model: {how}",
@@ -74,7 +81,8 @@ class Words:
     do: str
     cost: str = "each rank trains a different model; only one of them is saved"
     cause: str = ""  # of the kind, if it is not the name of the row
-    # Of which line this is evidence: "averaging" of gradients, "all_reduce" (the same, by hand only), "optimizer" (its step), "wrap" in DDP.
+    # Of which line this is evidence: "averaging" of gradients, "all_reduce" (the same, by hand only), "wrap" in DDP, or of the first phase that
+    # is sampled: "optimizer" (its step), "backward".
     place: str = ""
 
 
@@ -221,11 +229,11 @@ WAYS = {
         place="optimizer",
     ),
     "skipped_steps": Words(
-        "gradients are averaged, but different numbers of backward passes had no optimizer step of their own",
+        "gradients are averaged, but optimizer.step() was left out after different numbers of backward passes",
         "look for where a rank alone skips a step, or makes a backward pass more; let all ranks decide together: all_reduce the flag, or decide "
         "by an averaged loss",
         cause="update",
-        place="optimizer",
+        place="optimizer backward",
     ),
     "learning_rates": Words(
         "gradients are averaged, but learning rates differ",

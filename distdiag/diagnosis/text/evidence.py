@@ -28,6 +28,7 @@ _DID = {
     Way.ALONE: "only {culprits} made {call}",
     Way.AGAIN: "{culprits} made {call} once more",
     Way.SKIPPED: "{culprits} skipped {call}",
+    Way.MORE: "{culprits} {culprits:makes|make} one more pass of the loop, in {call}",
     Way.LEFT: "{culprits} left the loop before {call}",
     Way.STAYED: "{culprits} {culprits:is|are} still in the loop, in {call}",
     Way.ROUND: "{culprits} ended a round of the loop around {call} early",
@@ -90,7 +91,7 @@ def _head(verdict: Verdict, conditions: Iterable[Condition]) -> tuple[str, str]:
     """Return (what the culprits did, the file of the call that it names); empty if that is not one thing."""
     way, *others = {condition.way for condition in conditions}
     gone = verdict.incident.root is Root.GONE
-    call = _own(verdict) if way in (Way.ALONE, Way.AGAIN, Way.STAYED) and not gone else verdict.call
+    call = _own(verdict) if way in (Way.ALONE, Way.AGAIN, Way.STAYED, Way.MORE) and not gone else verdict.call
     if others or call is None or call.site is None:
         return "", ""
     if call.p2p and way in (Way.SKIPPED, Way.LEFT):  # its own half of the message

@@ -75,7 +75,7 @@ IN_TURN = _row("rotating",
     "no single rank is slow, but they pause in turn: {each}; {share:share} of the training time in all{gc}{one_line}{early}",
     "in each pause all other ranks wait: {total_s:time} in all", "{do}", proved=True)  # fmt: skip
 COLLECTING = _row("gc",
-    "full garbage collections take {share:share} of the time of every rank: {n} of {each_s:.1f} s since the warm-up{by_hand}",
+    "full garbage collections take at least {share:share} of the time of every rank: {n} of {each_s:.1f} s since the warm-up{by_hand}",
     "{share:share} of the time", "{do}", proved=True)  # fmt: skip
 BY_ARRIVAL = _row("host",
     "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",

@@ -28,7 +28,8 @@ class NonFinite:
         self.suspects: list[tuple[SampleKind, int, float, Any, int]] = []  # kind, step, value, parameter, site
         self._harmless = False  # the gradients of the suspected losses are finite
         self.local_gradients = False  # gradients are checked before they are averaged
-        self._probe: tuple[Any, list[Any]] | None = None  # (optimizer, parameters whose gradient is checked)
+        # (optimizer, (group, number) of parameters whose gradient is checked): keeps no parameter alive
+        self._probe: tuple[Any, list[tuple[int, int]]] = (lambda: None), []
 
     def loss(self, tensors: Any, site: int, micro_step: int) -> float | None:
         """Return the scalar that backward is called on; None if it is no scalar or on a device."""
@@ -110,7 +111,7 @@ class NonFinite:
     def _judge(self, optimizer: Any) -> None:
         """Check the gradients that the optimizer is about to use, or those after a step that was dropped."""
         skipped = getattr(optimizer, "found_inf", None)  # GradScaler sets it to make a fused optimizer drop the step
-        checked = [p for _, _, _, p, _ in self.suspects if p is not None] or (self._probe or (None, []))[1]
+        checked = [p for _, _, _, p, _ in self.suspects if p is not None] or self._probed()
         found = (own_part(gradient(p)) for p in checked)
         gradients = [g for g in found if g is not None and g.is_cpu and g.layout is torch.strided]
         finite = all(isfinite(sum_of(g)) for g in gradients)
@@ -131,16 +132,16 @@ class NonFinite:
             self.samples.write(SampleKind.DROPPED_LOSS, lost[1], lost[2], site=lost[4])
 
     def _check_gradient(self, optimizer: Any, step: int) -> None:
-        probe = self._probe
-        if probe is None or probe[0]() is not optimizer:
-            if probe is not None and step % 16:
+        probed, places = self._probe
+        if probed() is not optimizer:
+            if places and step % 16:
                 return
-            params = [p for g in optimizer.param_groups for p in g["params"] if p.numel() <= 65536]
-            params.sort(key=lambda p: p.numel())
-            probe = self._probe = (weakref.ref(optimizer), params[:1])
+            groups = [g["params"] for g in optimizer.param_groups]
+            small = [(p.numel(), i, k) for i, g in enumerate(groups) for k, p in enumerate(g) if p.numel() <= 65536]
+            self._probe = weakref.ref(optimizer), [(i, k) for _, i, k in sorted(small)[:1]]
         if self._reported >= REPORTS:
             return
-        for p in probe[1]:
+        for p in self._probed():
             g = own_part(gradient(p))
             if g is None or g.is_sparse or g.device.type != "cpu":
                 continue
@@ -150,6 +151,11 @@ class NonFinite:
                 self._reported += 1
                 self.samples.write(SampleKind.NONFINITE_GRADIENT, step, total, name=self._name_of(p))
                 return
+
+    def _probed(self) -> list[Any]:
+        """Return the parameters whose gradient is checked."""
+        groups = getattr(self._probe[0](), "param_groups", ())
+        return [p for i, k in self._probe[1] for g in groups[i : i + 1] for p in g["params"][k : k + 1]]
 
     def local_gradient(self, p: Any, total: float, site: int) -> None:
         """Report the last gradient before it is averaged if it is not finite: the NaN began on this rank.

@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from operator import mul
+from operator import is_, mul
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,8 +41,11 @@ def checksum_due(step: int) -> bool:
 
 
 class _Compared(NamedTuple):
-    """Parameters of one optimizer: those that must be equal, their elements, a hash of their names, the ranks ("": all), and those
-    that no DDP module had when it was built, or that FSDP does not shard."""
+    """Parameters of one optimizer, or their numbers in it.
+
+    Those that must be equal, their elements, a hash of their names, the ranks ("": all), and those that no DDP module
+    had when it was built, or that FSDP does not shard.
+    """
 
     params: list[Any]
     elements: int
@@ -77,11 +80,10 @@ class ReplicaChecksums:
         self._outer: list[weakref.ref[Any]] = []  # without DDP: the modules that it called, without those within others
         # modules that it called within DDP's forward and that are not of DDP's module, with parameters that no optimizer has
         self._loose: list[weakref.ref[Any]] = []
-        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[tuple[int, int], _Compared]] = (
-            weakref.WeakKeyDictionary()
-        )
-        # of each optimizer: the number of its parameters, and those without a gradient at every sampled step so far
-        self._never: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
+        # by optimizer, with the ids of its parameters and how many models there are; keeps no parameter alive
+        self._parameters_of: weakref.WeakKeyDictionary[Any, tuple[Any, _Compared]] = weakref.WeakKeyDictionary()
+        # of each optimizer: how many parameters it has, and the numbers of those without a gradient so far
+        self._never: weakref.WeakKeyDictionary[Any, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
 
     def before_first_step(self, optimizer: Any) -> None:
         """Record a checksum of the parameters as the job begins with them; an optimizer within this one's step is not sampled."""
@@ -115,6 +117,9 @@ class ReplicaChecksums:
             lead is None or self._unwritten < 0 or self.ledger.backward_ns
         ):  # the last: of an earlier pass, whose gradients they may be
             return
+        kept = self._parameters_of.get(lead)
+        if kept is not None and elements < kept[1].elements:  # as a loss: listing the parameters costs time
+            return
         with unseen():
             compared = self._parameters(lead)
             if compared.params and not compared.ranks and compared.elements <= elements <= 1.05 * compared.elements:
@@ -147,7 +152,7 @@ class ReplicaChecksums:
         if any(m.slot.synced_backwards for m in self.ledger.models.values()):
             self._not_stepped(optimizer, step)
             self._hooks_lost(step)
-            if params is outside:  # the optimizer has none of DDP's: they are no replicas of one model
+            if any(map(is_, params, outside)):  # the optimizer has none of DDP's: they are no replicas of one model
                 params = []
             self._outside_ddp(outside, step)
         if self.reduced or params:
@@ -355,40 +360,41 @@ class ReplicaChecksums:
         Under DDP only the latter: `UnusedParameters` checks and names those that a backward pass leaves out. A parameter without
         elements has no part on this rank (FSDP with `use_orig_params`).
         """
-        trained = [p for p in own if p.requires_grad and p.numel()]
+        trained = [i for i, p in enumerate(own) if p.requires_grad and p.numel()]
         kept = self._never.get(optimizer)
         before = kept[1] if kept is not None and kept[0] == len(own) else trained
-        lacking = [p for p in trained if gradient(p) is None]
+        lacking = [i for i in trained if gradient(own[i]) is None]
         if len(lacking) < len(trained):
             if self.ledger.models:
                 return
-            now = set(map(id, lacking))
-            lacking = [p for p in before if id(p) in now]
+            now = set(lacking)
+            lacking = [i for i in before if i in now]
             self._never[optimizer] = len(own), lacking
-            self._replaced(optimizer, lacking, step)
+            self._replaced(optimizer, [own[i] for i in lacking], step)
         elif self.ledger.models and self.ledger.averaged_by is None:
             return
         if lacking or (before and kept is not None):  # the last: none lacks one any longer
-            share = sum(p.numel() for p in lacking) / max(1, sum(p.numel() for p in trained))
+            share = sum(own[i].numel() for i in lacking) / max(1, sum(own[i].numel() for i in trained))
             key = len(trained) | round(share * 1e6) << 32
-            self.samples.write(SampleKind.NO_GRADIENTS, step, len(lacking), key, _shape(lacking[0]) if lacking else "")
+            self.samples.write(
+                SampleKind.NO_GRADIENTS, step, len(lacking), key, _shape(own[lacking[0]]) if lacking else ""
+            )
 
     def _parameters(self, optimizer: Any) -> _Compared:
-        """Return what to compare of an optimizer; cached while the number of its parameters is unchanged.
+        """Return what to compare of an optimizer; cached while its parameters are the same.
 
         With DDP: the parameters that DDP wraps (layers that it ignores, such as experts, differ by design), and apart from them those
         that no DDP module had when it was built. If some are sharded (DTensor): those that are whole on each rank of a dimension of
         their mesh; shards differ by design. The names matter where each rank's optimizer has other parameters of equal shapes:
         ZeroRedundancyOptimizer gives the layers of a model to different ranks.
         """
-        n = sum(len(g["params"]) for g in optimizer.param_groups)
-        models = self.ledger.models.values()
-        mark = (n, len(models))
+        own, models = _params(optimizer), self.ledger.models.values()
+        mark = (*map(id, own), len(models))
         kept = self._parameters_of.get(optimizer)
         if kept is None or kept[0] != mark:
-            self.shapes |= {tuple(x.shape) for p in _params(optimizer) for x in (p, own_part(p)) if x is not None}
-            params = [p for p in _params(optimizer) if type(p) in (torch.nn.Parameter, torch.Tensor)]
-            if len(params) == n:
+            self.shapes |= {tuple(x.shape) for p in own for x in (p, own_part(p)) if x is not None}
+            params = [p for p in own if type(p) in (torch.nn.Parameter, torch.Tensor)]
+            if len(params) == len(own):
                 names = {id(p): f"{i}.{name}" for i, m in enumerate(models) for name, p in m.trained()}
                 inside = frozenset().union(*(m.built_with for m in models))
                 outside = [p for p in params if id(p) not in inside] if inside else []
@@ -400,8 +406,11 @@ class ReplicaChecksums:
                 compared = _Compared(tensors, sum(t.numel() for t in tensors), 0, ranks, [])
             if not models:
                 compared = compared._replace(outside=_beside_fsdp(optimizer))
-            kept = self._parameters_of[optimizer] = mark, compared
-        return kept[1]
+            numbers = {i: k for k, i in enumerate(mark[:-1])}
+            params, outside = ([numbers[id(p)] for p in of] for of in (compared.params, compared.outside))
+            kept = self._parameters_of[optimizer] = mark, compared._replace(params=params, outside=outside)
+        params, outside = ([own[k] for k in of] for of in (kept[1].params, kept[1].outside))
+        return kept[1]._replace(params=params, outside=outside)
 
     def _buffers(self, m: Model) -> list[tuple[torch.Tensor, str]]:
         """Return (floating-point buffer, its name if it is saved with the model and no running statistic, else empty) of a model.

@@ -133,5 +133,5 @@ class Model(ModelWords):
         return self.named
 
     def _gone(self, _: object) -> None:
-        self.named = self.buffer_places = self.frozen_places = self.mode_layers = None
+        self.named = self.buffer_places = self.frozen_places = self.mode_layers = self.pg = None
         self.frozen, self.hooked, self.built_with = [], [], frozenset()

@@ -59,11 +59,22 @@ def as_c_method(wrapper: Callable[..., Any], original: Callable[..., Any]) -> An
 
     torch.compile does not trace such a method; it handles it like the original, by its name.
     """
-    wrapper.__name__, wrapper.__doc__ = original.__name__, original.__doc__
-    _wrapper(wrapper.__code__)  # type: ignore[attr-defined]
     make = ctypes.pythonapi.PyInstanceMethod_New
     make.restype, make.argtypes = ctypes.py_object, [ctypes.py_object]
-    return make(wrapper)
+    return make(_as_caller(wrapper, original))
+
+
+def _as_caller(function: Any, original: Callable[..., Any]) -> Any:
+    """Return `function` with the name of `original`, a method of a C++ class that it calls, also in its frame.
+
+    Of an object of the job's subclass, pybind11 takes our method for an override in Python. It calls the original
+    nevertheless if the calling frame has the method's name and the object as its first named parameter: that is how it
+    knows a call of `super()`.
+    """
+    function.__name__, function.__doc__ = original.__name__, original.__doc__
+    function.__code__ = function.__code__.replace(co_name=original.__name__)
+    _wrapper(function.__code__)
+    return function
 
 
 def around(
@@ -82,13 +93,17 @@ def around(
         c_method: `original` is a method of a C++ class.
     """
 
+    called = (
+        _as_caller(lambda self, *args, **kwargs: original(self, *args, **kwargs), original) if c_method else original
+    )
+
     def call(*args: Any, **kwargs: Any) -> Any:
         began, end = args, None
         try:
             if begins is not None:
                 began = begins(*args, **kwargs)
             end = ends
-            out = original(*args, **kwargs)
+            out = called(*args, **kwargs)
             if ends is not None:
                 ends(began, out, None)
             return out

@@ -39,7 +39,6 @@ SHOWN = 4  # places in one message
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: without_monitor(a.do) for a in ACTIVITIES if a.do}
 _DO_FEED = "see what {what} waits for{site}: give its I/O a timeout, and let it put its error into the queue"
-_WORK = ("user_code", "sleep", "device", "data", "checkpoint")  # may end by itself: of a slow rank, no stuck one
 _LOOK_FOR = "look for what they wait for at these lines: a lock, a key of a store, a file, another process"
 _LOOK = "check that line; if it is only slow, the others continue when it is done"
 _stall = partial(Template, kinds.STALL)
@@ -216,12 +215,9 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             keeps = f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]}"
             missing = f"{keeps} waiting in {op}{at(call.site)}"
         waiting = sorted({*victims, *on_device - late.keys()})
-        stuck = (
-            len(seen) == len(ranks) + len(waiting) > 2 and not any(seen[q].busy for q in ranks) and word not in _WORK
-        )
         yield STALL(
             cause=word if word in ("data", "checkpoint") else "user_code",
-            severity=Severity.INFO if moved else Severity.ERROR if stuck else Severity.WARNING,
+            severity=Severity.INFO if moved else Severity.WARNING,
             culprits=ranks, victims=waiting, collective=_unnumbered(call) if call.op else None,
             where=(*(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), *workers_of(s.ranks, ranks)),
             waiting=wheres(s, waiting), worker=worker_text(first, _DOES["lock"] if held else "is") + feeds[0],

@@ -309,7 +309,7 @@ TEXTS = {
 
 def of_calls(
     op: str = "all_reduce", n_bytes: int = 4096, per_step: int = 6, wait_ms: float = 8.0, site: Site = LINE, of_rank: tuple[float, ...] = (1.0, 1.0),
-    models: tuple[Model, ...] = (), samples: tuple[Sample, ...] = (), other: int = 0, more_bytes: int = 0,
+    models: tuple[Model, ...] = (), samples: tuple[Sample, ...] = (), other: int = 0, more_bytes: int = 0, begun: int = 0, step: int = 100,
 ) -> list[Finding]:  # fmt: skip
     """Return findings of a job whose ranks wait in each step in calls of a line, and in some of another line of the same cost."""
     ranks = []
@@ -317,11 +317,12 @@ def of_calls(
         each_s = wait_ms * factor / 1e3
         calls = tuple(
             Call(op=op, group="default_pg", seq=1 + k, bytes=n_bytes + k % per_step * more_bytes, site=Site("/job/other.py", 9) if k < other else site,
-                 entered_s=80.0 + 0.1 * k / per_step, completed_s=80.0 + 0.1 * k / per_step + each_s)
-            for k in range(20 * per_step)
+                 entered_s=3.989 + 0.1 * k / per_step, completed_s=3.989 + 0.1 * k / per_step + each_s)
+            for k in range(20 * per_step + begun)
         )  # fmt: skip
+        made = steps(wait_ms=45.0, seed=q)[:step]
         ranks.append(
-            rank(q, steps=steps(wait_ms=45.0, seed=q), calls=calls, sites={site.key: 100 * per_step}, models=models, samples=samples)
+            rank(q, step=step, steps=made, calls=calls, sites={site.key: step * per_step + begun}, models=models, samples=samples)
         )  # fmt: skip
     return findings(job(*ranks, host_cpu_pct=40.0), comm_bound, source=TEXTS.get)
 
@@ -329,6 +330,9 @@ def of_calls(
 def test_the_line_that_costs_most_is_named() -> None:
     f = only(of_calls())
     assert "all_reduce of 4.0 KiB at sync.py:3 in sync, 6 times a step, takes 48 %" in f.message
+    # the step in progress has made most of its calls
+    assert ", 46 times a step" in only(of_calls(per_step=46, wait_ms=1.0, step=59, begun=44)).message
+    assert ", about 400 times a step" in only(of_calls(per_step=398, wait_ms=0.12)).message
     assert "at least 48 % of step time" in f.message  # a part is never more than the whole
     assert "other.py" not in f.message
     assert "all_reduce of 6.5 KiB on average at sync.py:3" in only(of_calls(more_bytes=1024)).message
@@ -361,7 +365,7 @@ def test_growing_calls_are_named_with_the_other_calls_of_their_line() -> None:
         of = ((sizes, 8, 12.0), (rows, 0, 18.0 * share))
         calls = tuple(
             Call(op="all_gather", group="default_pg", seq=2 * k + i, bytes=n or MIB + grows * (k + k % 2), dtype="float32" if n else "int64",
-                 site=site, entered_s=80.0 + 0.1 * k + 0.05 * i, completed_s=80.0 + 0.1 * k + 0.05 * i + ms / 1e3)
+                 site=site, entered_s=4.0 + 0.1 * k + 0.05 * i, completed_s=4.0 + 0.1 * k + 0.05 * i + ms / 1e3)
             for k in range(40) for i, (site, n, ms) in enumerate(of)
         )  # fmt: skip
         ranks = [
@@ -384,7 +388,7 @@ def test_functional_collectives_that_are_waited_for_count(waited_ms: float, name
     texts = {"/job/watch.py": "def update(p):\n    w = p.full_tensor()\n    g = p.grad.full_tensor()\n"}
     calls = tuple(
         Call(op="all_gather_into_tensor", group="default_pg", seq=k, bytes=4096, site=(weight, gradient)[k % 2], asynchronous=True,
-             entered_s=80.0 + 0.02 * k, completed_s=80.015 + 0.02 * k, waited_s=waited_ms / 1e3)
+             entered_s=4.0 + 0.02 * k, completed_s=4.015 + 0.02 * k, waited_s=waited_ms / 1e3)
         for k in range(120)
     )  # fmt: skip
     sites = {weight.key: 300, gradient.key: 300}
@@ -430,7 +434,7 @@ def test_a_second_reduction_is_told_where_communication_is_cheap() -> None:
 def test_calls_of_two_operations_at_one_line_are_counted_apart() -> None:
     """FSDP gathers parameters and scatters gradients in backward."""
     calls = tuple(
-        Call(op=op, group="default_pg", seq=1 + k, bytes=MIB, site=LINE, entered_s=80.0 + 0.02 * k, completed_s=80.01 + 0.02 * k)
+        Call(op=op, group="default_pg", seq=1 + k, bytes=MIB, site=LINE, entered_s=4.0 + 0.02 * k, completed_s=4.01 + 0.02 * k)
         for k, op in enumerate(("all_gather_into_tensor", "reduce_scatter_tensor") * 60)
     )  # fmt: skip
     ranks = [rank(q, steps=steps(wait_ms=45.0, seed=q), calls=calls, sites={LINE.key: 1200}) for q in range(2)]

@@ -78,6 +78,7 @@ def test_waits_at_the_start_of_epochs_are_named_with_what_the_workers_do(
         ranks = [rank(q, step=60, steps=of_rank(q), loaders=(feeds,), worker_sites=seen) for q in range(2)]
         f = only(of_kind(speeds(job(*ranks)), "input_bound"))
         told = advice != "raise num_workers"
+        assert f.advice.startswith("set `pers") is ("`persistent" in advice)
         assert advice in f.advice and ("raise num_workers" in f.advice) is not told
         assert ("an epoch that the main process sets in it no longer reaches them" in f.advice) is (
             "`persistent" in advice

@@ -148,6 +148,20 @@ def test_ranks_that_could_not_connect_blame_nobody() -> None:
     assert (late.kind, late.culprits) == ("rank_lost", ()), "who came late listens nowhere yet, and refuses nothing"
 
 
+def test_a_victim_that_its_launcher_ended_in_its_call_is_listed_as_one_that_waited() -> None:
+    bad = rank(0, life=Life.CRASHED, exception="ValueError: bad", ended_s=9.0)
+    here = Site("/job/train.py", 72, "reduce")
+    late = rank(1, life=Life.KILLED, signal=15, ended_s=12.0, ended_waiting=True, current_site=here)
+    f = only(ended(job(bad, late)))
+    assert (f.culprits, [(w.rank, w.line) for w in f.waiting]) == ((0,), [(1, 72)])
+
+
+def test_one_step_is_no_steps() -> None:
+    assert (
+        how_it_ended(*(rank(q, life=Life.FINISHED, step=1) for q in (0, 1))) == "all ranks ended normally after 1 step"
+    )
+
+
 def test_the_first_end_that_is_not_an_echo_is_the_cause() -> None:
     s = job(
         rank(0, life=Life.CRASHED, exception=CLOSED, ended_s=9.0),

@@ -348,10 +348,10 @@ def with_rates(values: Callable[[int, int], float], rates: Callable[[int, int], 
 
 @pytest.mark.parametrize("equal_again", [False, True])
 def test_steps_that_a_rank_alone_skips_are_the_reason_before_what_is_compared_step_by_step(equal_again: bool) -> None:
-    """Rank 1 skips two steps; rank 0 may skip as many later, and both have made equally many then."""
+    """Rank 1 skips two steps; rank 0 may skip as many later. The ranks are polled at different moments: only equal steps are compared."""
 
     def samples(q: int) -> tuple[Sample, ...]:
-        passes = {k: k + 2 * (q if k < 16 else 1) if equal_again and k > 4 else 0 for k in (0, 2, 4, 8, 16)}
+        passes = {k: k + 2 * (1 if equal_again and k == 16 else q) * (k > 4) for k in (0, 2, 4, 8, 16)}
         of = (
             (
                 Sample("parameters", k, 1.0 + 0.1 * q * (k > 4), key=5 | n << 32),
@@ -365,9 +365,11 @@ def test_steps_that_a_rank_alone_skips_are_the_reason_before_what_is_compared_st
         rank(
             q,
             step=18 if equal_again else 20 - 2 * q,
-            models=(msgspec.structs.replace(MODEL, forwards=20, synced_backwards=20),),
+            models=(msgspec.structs.replace(MODEL, forwards=21, synced_backwards=20 + q),),
             samples=samples(q),
-            phase_stacks={"optimizer": (Site("/job/nan.py", 5, "main"),)},
+            phase_stacks={"optimizer": (Site("/job/nan.py", 5, "main"),)}
+            if q
+            else {"backward": (Site("/job/nan.py", 2, "main"),)},
         )
         for q in range(2)
     ]
@@ -375,18 +377,70 @@ def test_steps_that_a_rank_alone_skips_are_the_reason_before_what_is_compared_st
     f = only(of_kind(findings(job(*ranks), replica_drift, source={"/job/nan.py": text}.get), "replica_drift"))
     assert "`if not loss(x).isfinite()` at nan.py:3 in main may be what decides" in f.advice
     assert (
-        "had no optimizer step of their own (0 on rank 0, 2 on rank 1)" in f.message
-        and "let all ranks decide together" in f.advice
+        "optimizer.step() was left out after different numbers of backward passes (0 on rank 0; 2 on rank 1)"
+        in f.message
     )
+    assert "let all ranks decide together" in f.advice and [(w.rank, w.line) for w in f.where] == [(0, 2), (1, 5)]
     assert "learning rates" not in f.message and f.culprits == ()
 
 
 def test_learning_rates_that_differ_are_the_reason() -> None:
     f = with_rates(lambda q, k: 1.0 + 0.1 * (q == 2 and k > 4), lambda q, k: 1e-4 if q == 2 and k > 4 else 1e-3)
-    assert f.culprits == (2,) and "0.001 on ranks 0, 1, 0.0001 on rank 2" in f.message and "scheduler" in f.advice
+    assert f.culprits == (2,) and "0.001 on ranks 0, 1; 0.0001 on rank 2" in f.message and "scheduler" in f.advice
     # gradients are accumulated over two backwards: only one of them is synchronised
     f = with_rates(lambda q, k: 1.0 + 0.1 * q * k, lambda q, k: 0.1 * (q + 1), forwards=32, synced_backwards=16)
     assert f.culprits == () and "learning rates differ" in f.message
+
+
+def in_pairs(
+    groups: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3)), began: str = "0101", shape: tuple[int, ...] = (600,), op: str = "all_reduce",
+) -> list[Finding | Abstained]:  # fmt: skip
+    """Return what is yielded for two tensor parallel pairs of 600 elements a rank, whose ranks average their gradients in `groups`."""
+    tp = ((0, 1), (2, 3))
+    names = {f"group {i}": Group(name=f"group {i}", ranks=of, backend="gloo") for i, of in enumerate((*tp, *groups))}
+    made = made_steps()
+
+    def of_rank(q: int) -> RankState:
+        activations, gradients = (name for name, g in names.items() if q in g.ranks)
+        layers = (Sample("layers", 0, q, key=4 | n << 34, name=name) for name, n in (("Split", 400), ("Norm", 200)))
+        sums = (Sample("parameters", k, float(began[q]) + k * (2 + q // 2), key=5) for k in (0, 8, 16))
+        calls = [(made[-1].end_s - 0.01, op, gradients, shape, 83)]
+        calls += [(made[-1].end_s - 0.05 * k, "all_reduce", activations, (64,), 43) for k in range(1, 9)]
+        return rank(
+            q, models=(), step=60, steps=made, samples=(*layers, *sums), enqueued={activations: 120, gradients: 60},
+            calls=tuple(Call(op=op, group=g, shape=of, bytes=4 * of[0], site=Site("/job/tp.py", line), entered_s=t)
+                        for t, op, g, of, line in calls),
+        )  # fmt: skip
+
+    return [
+        x
+        for x in replica_drift.evaluate(Facts(job(*map(of_rank, range(4)), groups=names)))
+        if not x.cause or isinstance(x, Finding)
+    ]
+
+
+def test_gradients_that_the_wrong_groups_average_are_found_by_what_their_ranks_began_with() -> None:
+    not_compared, f = in_pairs()
+    assert isinstance(not_compared, Abstained) and not not_compared.checked
+    assert not_compared.reason.startswith("ranks 0, 1 and ranks 2, 3 exchange nothing in most steps")
+    assert isinstance(f, Finding) and (f.severity, f.certainty) == ("warning", "suspected")
+    assert "those with equal ones, ranks 0, 2 and ranks 1, 3" in f.message and [w.line for w in f.where] == [83] * 4
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"groups": ((0, 2), (1, 3))},  # the right ones
+        {"began": "0000"},  # a sweep, or folds of a cross validation, with one seed
+        {"began": "0011"},  # an ensemble, a population
+        {"began": "0123"},
+        {"shape": (200,)},  # what each rank of a split model has whole
+        {"shape": (1024,)},  # activations, features of a contrastive loss
+        {"op": "all_gather_into_tensor"},
+    ],
+)
+def test_sets_of_ranks_that_average_what_is_equal_in_them_are_healthy(more: dict[str, Any]) -> None:
+    assert [x for x in in_pairs(**more) if isinstance(x, Finding)] == []
 
 
 def split_pairs(
@@ -619,7 +673,7 @@ def test_optimizers_of_which_one_has_loaded_its_state_are_the_reason(
     f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
     assert f.culprits == (0,) and f.cause == "update" and {w.line for w in f.where} == ({9} if named else set())
     assert "(checksums agreed within rounding at step 64)" in f.message and "loaded epoch" not in f.cost
-    assert ("counted different numbers of steps (128 on ranks 1, 2, 378 on rank 0)" in f.message) is named
+    assert ("counted different numbers of steps (128 on ranks 1, 2; 378 on rank 0)" in f.message) is named
     assert ("load one checkpoint on all ranks, with the optimizer's state" in str(f.advice)) is named
 
 

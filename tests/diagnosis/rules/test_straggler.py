@@ -359,6 +359,29 @@ def irregular(at: dict[int, tuple[int, ...]], extra_ms: float) -> list[tuple[Ste
     return [one(0), one(1)]
 
 
+@pytest.mark.parametrize("jitter", [0, 2])
+def test_the_others_in_turn_are_not_slow_where_one_rank_is_at_regular_intervals(jitter: int) -> None:
+    """Rank 0 writes images in every second step; which rank is the slowest of the others is chance. So is a short stall of rank 2."""
+    late = [dict.fromkeys(range(2, 61, 2), 400.0), {}, dict.fromkeys((35, 51)[:jitter], 100.0)]
+    for k in range(1, 61, 2):
+        late[k % 4 // 2 + 1].setdefault(k, 20.0)
+
+    def of_rank(q: int) -> tuple[Step, ...]:
+        longest = {x.step: max(of.get(x.step, 0.0) for of in late) for x in steps()}
+        return tuple(
+            msgspec.structs.replace(
+                x,
+                step_ms=x.step_ms + longest[x.step],
+                other_ms=x.other_ms + late[q].get(x.step, 0.0),
+                wait_ms=longest[x.step] - late[q].get(x.step, 0.0),
+            )
+            for x in steps(seed=q)
+        )
+
+    f = only(stragglers(job(*(rank(q, steps=of_rank(q)) for q in range(3)), host_cpu_pct=99.0)))
+    assert (f.cause, f.culprits) == ("host", (0,)) and "in every 2nd step" in f.message
+
+
 @pytest.mark.parametrize(
     ("at", "extra_ms", "cpu_pct", "culprits"),
     [
