@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from distdiag.torch_modules import no_collection, replace
+from distdiag.torch_modules import own_imports, replace
 
 _MODULES = ("torch.distributed.run", "torch.distributed.launch")
 NOT_ME = "DISTDIAG_NOT_PID"  # a process that starts recorded jobs, and may have its own group: pytest
@@ -34,7 +34,7 @@ def install() -> None:
         if os.environ.get(NOT_ME) == str(os.getpid()):
             return original(*args, **kwargs)
         replace(init_process_group, original)
-        with no_collection():
+        with own_imports():
             from distdiag.recorder import deferred, session
 
         if session.current is not None:  # recorded in another way, whose hooks are around this function
@@ -64,7 +64,7 @@ def _is_torchrun() -> bool:
 def _import_recorder() -> None:
     """Import what a forked rank needs, once for all that this process forks: it takes each of them 30 ms."""
     # what fails here fails in the rank again, which reports it
-    with contextlib.suppress(Exception), no_collection():
+    with contextlib.suppress(Exception), own_imports():
         from distdiag.page import reader  # noqa: F401
         from distdiag.recorder import deferred, witness  # noqa: F401
         from distdiag.recorder.fast import accounts  # noqa: F401

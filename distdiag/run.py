@@ -15,14 +15,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-import click
+from distdiag.torch_modules import leave_names, own_imports
 
-from distdiag import settings
-from distdiag.command_line import SETTINGS, check_script, read, recording_options
-from distdiag.errors import DistdiagError
-from distdiag.streams import say
-from distdiag.terms.metrics_targets import parse_metrics
-from distdiag.terms.units import parse_keep
+with own_imports():  # the working directory may be the script's
+    import click
+
+    from distdiag import settings
+    from distdiag.command_line import SETTINGS, check_script, read, recording_options
+    from distdiag.errors import DistdiagError
+    from distdiag.streams import say
+    from distdiag.terms.metrics_targets import parse_metrics
+    from distdiag.terms.units import parse_keep
 
 RANK_ZERO_FIRST_S = 5.0  # for rank 0 to print what is wrong with the command line
 PROG = "torchrun [TORCHRUN OPTIONS] -m distdiag.run"
@@ -67,8 +70,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
             sys.exit(report_error(e))
         time.sleep(RANK_ZERO_FIRST_S)
         sys.exit(int(e.code))
-    from distdiag.recorder import run_claim, start_monitor
-    from distdiag.recorder.deferred import record_process
+    with own_imports():
+        from distdiag.recorder import run_claim, start_monitor
+        from distdiag.recorder.deferred import record_process
 
     start_monitor.options = start_monitor.Options(
         options["quiet"], options["keep"], options["tape"], options["metrics"], options["nodes_port"]
@@ -121,6 +125,7 @@ def _run_application(argv: list[str]) -> NoReturn:
     sys.argv[:] = argv
     path = os.path.join(os.getcwd(), argv[0])  # not normalised, as Python does; in place of our directory
     sys.path[:] = [path, *sys.path[not sys.flags.safe_path :]]
+    leave_names(path)
     sys.modules["__main__"] = types.ModuleType("__main__")
     _finish(lambda: runpy._run_module_as_main("__main__", alter_argv=False))  # type: ignore[attr-defined]
 
@@ -138,6 +143,7 @@ def _path_starts_with(directory: str) -> None:
     """Put the directory of the script first, in place of ours; with `python -P` Python adds neither."""
     if not sys.flags.safe_path:
         sys.path[0] = directory
+        leave_names(directory)
 
 
 def _finish(body: object) -> NoReturn:

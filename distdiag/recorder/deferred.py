@@ -13,7 +13,7 @@ from typing import Any
 
 from distdiag.recorder import joining, run_claim, session, start_monitor, state
 from distdiag.recorder.after_import import after_import
-from distdiag.recorder.hooks.wrapping import UNCOUNTED, around, wraps
+from distdiag.recorder.hooks.wrapping import around, wraps
 from distdiag.recorder.state import VARIABLE, guarded, switched_off
 from distdiag.terms.launchers import TORCHRUN, launched, number
 from distdiag.torch_modules import replace
@@ -136,7 +136,7 @@ def _becomes_rank(run_dir: str | None, name: str | None, spawned: bool) -> None:
         replace(dist.init_process_group, init_process_group)
     plain = torch.autograd.backward
 
-    @wraps(plain, file=UNCOUNTED)
+    @wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> Any:
         function = plain
         if session.current is None and torch.autograd.backward is backward:

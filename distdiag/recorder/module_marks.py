@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from distdiag.recorder.state import failed
+from distdiag.recorder.unseen import named_modules
 from distdiag.unpatched import get_ident
 
 PREFIX = "module: "
@@ -95,7 +96,7 @@ class ModuleMarks:
         if type(module).__name__ == "DistributedDataParallel" and wrapped is not None:
             self._names[id(module)] = ROOT
             module = wrapped
-        for name, of in module.named_modules():
+        for name, of in named_modules(module):
             self._names.setdefault(id(of), name or ROOT)
 
 

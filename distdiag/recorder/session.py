@@ -36,7 +36,7 @@ from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
 from distdiag.terms import secrets
 from distdiag.terms.launchers import LAUNCHERS, TORCHRUN, number
 from distdiag.terms.untrusted import cut, visible
-from distdiag.torch_modules import no_collection
+from distdiag.torch_modules import own_imports
 from distdiag.unpatched import Lock, wall_ns
 
 
@@ -60,7 +60,7 @@ class Session:
     # -- hooks ---------------------------------------------------------------------------------------
 
     @guarded
-    @no_collection()
+    @own_imports()
     def install(self) -> None:
         """Install the hooks; torch has been imported."""
         if self.accounting is not None:

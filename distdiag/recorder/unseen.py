@@ -1,4 +1,4 @@
-"""Hides the recorder's own reads of tensors from the user's modes, tensor subclasses and profilers.
+"""Hides the recorder's own reads of tensors and modules from the user's modes, tensor subclasses, overrides and profilers.
 
 A `TorchFunctionMode` or `TorchDispatchMode` of the script, and a tensor subclass with `__torch_function__`, are called for every
 operation on a tensor, even for reading its shape; `torch.profiler` records each. They must see only the job's operations: flop
@@ -7,6 +7,7 @@ counters depend on it. The guards cost about a microsecond, so they are entered 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -50,3 +51,38 @@ def install() -> None:
 def has_memory(cls: type) -> bool:
     """False for a tensor class with a `__torch_dispatch__` (DTensor, FakeTensor): reading one may be a collective or crash."""
     return getattr(cls, "__torch_dispatch__", _NO_DISPATCH) is _NO_DISPATCH
+
+
+def named_modules(root: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what torch's method of this name yields, without a call of the script's own, which may be in its place."""
+    todo, known = [("", root)], set[int]()
+    while todo:
+        name, module = todo.pop()
+        if id(module) not in known:
+            known.add(id(module))
+            yield name, module
+            inner = [(f"{name}.{key}".lstrip("."), x) for key, x in module._modules.items() if x is not None]
+            todo += reversed(inner)
+
+
+def named_tensors(root: Any, held: str = "_parameters") -> Iterator[tuple[str, Any]]:
+    """Yield what torch's `named_parameters` yields, or `named_buffers` (`_buffers`), in the same way."""
+    known = set[int]()
+    for of, module in named_modules(root):
+        for key, x in getattr(module, held).items():
+            if x is not None and id(x) not in known:
+                known.add(id(x))
+                yield f"{of}.{key}".lstrip("."), x
+
+
+def parameters(root: Any) -> Iterator[Any]:
+    """Yield the parameters of a module and of those in it, in the same way."""
+    return (p for _, p in named_tensors(root))
+
+
+def attributes(x: object) -> dict[str, Any]:
+    """Return the attributes that an object itself has, without a call of its class."""
+    try:
+        return object.__getattribute__(x, "__dict__")
+    except AttributeError:
+        return {}

@@ -82,6 +82,33 @@ def test_a_recorded_script_exits_and_prints_as_without_recording(name: str, as_r
     assert watched == alone
 
 
+@pytest.mark.parametrize(
+    ("folder", "command"),
+    [
+        (".", ["distdiag.run", "--quiet", "--run-dir", "R"]),
+        ("..", ["distdiag.run", "--quiet", "--run-dir", "R"]),
+        (".", ["distdiag", "run", "--quiet", "--run-dir", "R", "--nproc-per-node", "1"]),
+    ],
+    ids=["here", "elsewhere", "launched"],
+)
+def test_a_script_has_its_own_modules_of_names_that_the_recorder_imports(
+    folder: str, command: list[str], tmp_path: Path
+) -> None:
+    job, names = tmp_path / "job", ("click", "resource", "shlex")
+    job.mkdir()
+    for name in names:
+        (job / f"{name}.py").write_text("OWN = True\n")
+    ends = (
+        "torch.ones(1, requires_grad=True).sum().backward()\nprint('distdiag.recorder.hooks.install' in sys.modules)\n"
+    )
+    (job / "script.py").write_text(
+        f"import sys, {', '.join(names)}, torch\nprint({', '.join(f'{x}.OWN' for x in names)}, sys.path[0])\n{ends}"
+    )
+    env = clean_env(tmp_path / "home", {"PYTHONPATH": str(REPOSITORY), **({} if "run" in command else ONE_RANK)})
+    code, out, err = run([sys.executable, "-m", *command, str(job / "script.py")], job / folder, env)
+    assert (code, out) == (0, f"True True True {job}\nTrue\n"), err
+
+
 def test_the_exception_is_recorded_although_the_script_has_its_own_hook(tmp_path: Path) -> None:
     script = "import sys\nsys.excepthook = lambda *error: print('mine')\nraise ValueError('no such column')\n"
     (tmp_path / "script.py").write_text(script)

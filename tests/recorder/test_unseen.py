@@ -1,12 +1,13 @@
-"""A script's modes, profiler and tensor subclasses see the operations of the job, and none of the recorder's."""
+"""A script's modes, profiler, tensor subclasses, overrides and warnings are those of the job, and none of the recorder's."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import launch, rows, wait_for
+from tests.jobs import ONE_RANK, launch, rows, start, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(300)]
 
@@ -77,6 +78,7 @@ with Operators():
 train("subclass", lambda x: x.as_subclass(Mine))
 with torch.profiler.profile() as profile:
     train("profiled")
+    torch.ones(1, dtype=torch.float64, requires_grad=True).sum().backward()
 seen.extend(sorted(f"{k.key}:{k.count}" for k in profile.key_averages() if k.key.startswith("aten::")))
 part("profiler")
 dist.destroy_process_group()
@@ -130,3 +132,100 @@ def test_only_this_ranks_part_of_sharded_parameters_is_read(tmp_path: Path) -> N
     found = rows(tmp_path / "R", "SELECT kind, cause FROM finding")
     assert ("nonfinite", "gradient") in found or ("nonfinite", "loss") in found, found
     assert ("recorder", "failed") not in found
+
+
+READ = """
+import copy, warnings
+import torch
+from torch import distributed as dist, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+counted = {}
+
+
+def counts(name):
+    def method(self, *args, **kwargs):
+        counted[name] = counted.get(name, 0) + 1
+        return getattr(super(Complex, self), name)(*args, **kwargs)
+    return method
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+
+    def forward(self, x):
+        return (x * self.weight).abs()
+
+    named_parameters, parameters, named_modules = map(counts, ("named_parameters", "parameters", "named_modules"))
+    modules, named_buffers, get_submodule = map(counts, ("modules", "named_buffers", "get_submodule"))
+
+
+class Rows:
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        counted[name] = counted.get(name, 0) + 1
+        raise AttributeError(name)
+
+    def __len__(self):
+        warnings.warn("a length", stacklevel=2)
+        return 8
+
+    def __getitem__(self, i):
+        return torch.ones(3)
+
+
+def clone(module):
+    new = copy.copy(module)
+    new._parameters = {name: p.clone() for name, p in module._parameters.items()}
+    new._modules = {name: clone(x) for name, x in module._modules.items()}
+    return new
+
+
+class Learner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+learner = Learner()
+for rebinds in (False, True):  # the learner is cloned in each step, or gets gradients that have a graph
+    optimizer = torch.optim.SGD(learner.parameters(), 0.01)
+    for step in range(16):
+        optimizer.zero_grad()
+        net = learner if rebinds else clone(learner)
+        loss = net(torch.ones(2, 3)).pow(2).mean()
+        if rebinds:
+            learner.used.bias.grad = torch.autograd.grad(loss, learner.used.bias, create_graph=True)[0]
+        else:
+            loss.backward()
+            dist.all_reduce(learner.used.weight.grad)
+        optimizer.step()
+model = nn.parallel.DistributedDataParallel(Complex())
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for epoch in range(16):
+    for x in DataLoader(Rows(), batch_size=4, sampler=DistributedSampler(Rows())):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+    for x in DataLoader(Rows(), batch_size=4, shuffle=True):
+        pass
+print(sorted(counted.items()))
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_prints_and_calls_what_it_does_without_recording(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(READ)
+    shown = []
+    for before in ([], RECORDED):
+        with start([sys.executable, *before, "net.py"], cwd=tmp_path, env=ONE_RANK) as job:
+            assert job.wait() == 0, job.tail()
+            shown.append((job.stdout(), job.stderr()))
+    assert shown[1] == shown[0] and "named_modules" in shown[0][0] and shown[0][1].count("UserWarning: a length") >= 2

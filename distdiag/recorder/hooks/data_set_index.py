@@ -1,7 +1,7 @@
 """A fingerprint of which samples a map-style data set has, and in which order: to see whether all ranks have the same one.
 
-It is made of the data set's own index: `Subset.indices`, a list of files. Nothing of the job's code runs: only `vars()` is read, and
-elements of built-in sequences, arrays and tensors.
+It is made of the data set's own index: `Subset.indices`, a list of files. Nothing of the job's code runs: only attributes of the
+object itself are read, and elements of built-in sequences, arrays and tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from distdiag.recorder.unseen import has_memory
+from distdiag.recorder.unseen import attributes, has_memory
 
 ELEMENTS = 64
 KNOWN, SPLIT = 1 << 32, 1 << 33
@@ -31,7 +31,7 @@ def data_set_index(data: Any, length: int) -> int:
         return 0
     data, chosen, found = of
     exact, split = not found, SPLIT if found else 0
-    for name, value in getattr(data, "__dict__", {}).items() if type(data).__module__ != "builtins" else ():
+    for name, value in attributes(data).items() if type(data).__module__ != "builtins" else ():
         picked = _elements(value, chosen, length if exact else None)
         names = [_name(x) for x in picked or ()]
         if names and (
@@ -53,7 +53,7 @@ def data_set_content(data: Any, length: int) -> int:
         return 0
     data, chosen, subsets = of
     found, exact, known = [length, *subsets], not subsets, False
-    for name, value in {"": data, **getattr(data, "__dict__", {})}.items():
+    for name, value in {"": data, **attributes(data)}.items():
         if type(value) in (int, str):
             found.append(value)
             known |= name == "_fingerprint"  # Hugging Face's data sets have it, of their content
@@ -71,7 +71,7 @@ def _unwrapped(data: Any, length: int) -> tuple[Any, list[int], list[Any]] | Non
     chosen = list(range(0, length, max(1, length // ELEMENTS)))[:ELEMENTS]
     found: list[Any] = []
     while isinstance(data, Subset) and len(found) < 4:
-        own = vars(data)
+        own = attributes(data)
         picked = _elements(own.get("indices"), chosen, None if found else length)
         if not picked or not all(type(x) is int and x >= 0 for x in picked):
             return None

@@ -19,7 +19,7 @@ from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.unused_parameters import NAMES_KEPT
 from distdiag.recorder.hooks.wrapped_model import Model
 from distdiag.recorder.state import guarded
-from distdiag.recorder.unseen import unseen
+from distdiag.recorder.unseen import named_tensors, parameters, unseen
 from distdiag.unpatched import get_ident
 
 
@@ -36,9 +36,9 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
     slot.name = accounting.page.text(type(module).__name__)
     slot.site = site
     with unseen():
-        shapes = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
-        slot.parameter_elements = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        frozen = [(name, p.numel()) for name, p in module.named_parameters() if not p.requires_grad]
+        shapes = [(name, tuple(p.shape)) for name, p in named_tensors(module) if p.requires_grad]
+        slot.parameter_elements = sum(p.numel() for p in parameters(module) if p.requires_grad)
+        frozen = [(name, p.numel()) for name, p in named_tensors(module) if not p.requires_grad]
     slot.parameters = len(shapes)
     slot.frozen = len(frozen)
     slot.frozen_names = accounting.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
@@ -78,12 +78,12 @@ def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, by_librar
     ignored = getattr(ddp, "parameters_to_ignore", None) or ()
     with unseen():
         m.trained()  # now: DDP numbers the parameters that require a gradient while it is built
-        m.built_with = frozenset(map(id, ddp.module.parameters()))
-        m.frozen = [(n, p) for n, p in ddp.module.named_parameters() if not p.requires_grad and n not in ignored]
+        m.built_with = frozenset(map(id, parameters(ddp.module)))
+        m.frozen = [(n, p) for n, p in named_tensors(ddp.module) if not p.requires_grad and n not in ignored]
         m.hooked = hooked(ddp, m.trained())
         if accounting.recorder.device is None:
-            accounting.recorder.device = cuda_index(ddp.module.parameters())
-        first = next((p for p in ddp.module.parameters() if p.requires_grad and p.is_leaf), None)
+            accounting.recorder.device = cuda_index(parameters(ddp.module))
+        first = next((p for p in parameters(ddp.module) if p.requires_grad and p.is_leaf), None)
         if first is not None:
             accounting.watch_last_gradient(first)
             accounting.checks.nonfinite.local_gradients = True

@@ -15,6 +15,7 @@ from torch.nn import Embedding, EmbeddingBag
 
 from distdiag.page.layout import ModelSlot
 from distdiag.recorder.state import failed, now_ns
+from distdiag.recorder.unseen import named_modules, named_tensors, parameters
 from distdiag.unpatched import wall_ns
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class DdpTimes:
             return
         self._text, self._texts = text, self._texts + 1
         buckets = [int(size) for size in sizes.replace(",", " ").split()]
-        trained = {n: p.numel() * p.element_size() for n, p in ddp.module.named_parameters() if p.requires_grad}
+        trained = {n: p.numel() * p.element_size() for n, p in named_tensors(ddp.module) if p.requires_grad}
         largest = max(trained, key=lambda n: trained[n], default="")
         broadcast_bytes, largest_buffer = _broadcast(ddp)
         self._slot.buckets = page.text(
@@ -137,13 +138,13 @@ def _broadcast(ddp: Any) -> tuple[int, str]:
     if not ddp.broadcast_buffers:
         return 0, ""
     sent = {id(b) for b in getattr(ddp, "modules_buffers", ())}  # DDP's own list, without what it was told to ignore
-    sizes = {n: b.numel() * b.element_size() for n, b in ddp.module.named_buffers() if id(b) in sent}
+    sizes = {n: b.numel() * b.element_size() for n, b in named_tensors(ddp.module, "_buffers") if id(b) in sent}
     return sum(sizes.values()), max(sizes, key=lambda n: sizes[n], default="")
 
 
 def _of_embedding(module: Any, name: str) -> bool:
     """True if a parameter is an embedding's, whose gradient is zero in all rows that a batch does not read, and dense."""
-    owner = module.get_submodule(name.rpartition(".")[0])
+    owner = dict(named_modules(module)).get(name.rpartition(".")[0])
     return isinstance(owner, (Embedding, EmbeddingBag)) and not owner.sparse
 
 
@@ -151,6 +152,6 @@ def _may_measure_more(ddp: Any) -> bool:
     """True if measuring costs no more than reading a clock, and nothing is printed for it."""
     import torch.distributed as dist
 
-    on_cpu = all(p.device.type == "cpu" for p in ddp.module.parameters())
+    on_cpu = all(p.device.type == "cpu" for p in parameters(ddp.module))
     # with debugging on, DDP logs each measurement to stderr
     return on_cpu and dist.get_debug_level() == dist.DebugLevel.OFF

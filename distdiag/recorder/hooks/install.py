@@ -25,7 +25,7 @@ from distdiag.recorder.hooks.collectives import Collectives, note_caught
 from distdiag.recorder.hooks.ddp_models import constructed, constructing
 from distdiag.recorder.hooks.step import autograd_backward, ddp_forward, forward_waits, loader_next
 from distdiag.recorder.hooks.step_accounting import StepAccounting
-from distdiag.recorder.hooks.wrapping import UNCOUNTED, around, settle, wraps
+from distdiag.recorder.hooks.wrapping import around, settle, wraps
 from distdiag.recorder.state import guarded, now_ns
 
 
@@ -87,8 +87,7 @@ def _wrap_ddp(accounting: StepAccounting) -> None:
                 searches_timed = True
                 _time_searches(accounting)
 
-    # torch warns of deprecated arguments at the line that builds the module
-    DDP.__init__ = around(DDP.__init__, begins, ends, file=UNCOUNTED)  # type: ignore[method-assign]
+    DDP.__init__ = around(DDP.__init__, begins, ends)  # type: ignore[method-assign]
     DDP.forward = ddp_forward(accounting, DDP.forward)  # type: ignore[method-assign]
     original_sync = getattr(DDP, "_sync_buffers", None)
     if original_sync is not None:

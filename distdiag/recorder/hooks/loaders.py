@@ -34,7 +34,7 @@ from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
 from distdiag.recorder.hooks.data_set_index import data_set_content, data_set_index
 from distdiag.recorder.hooks.epoch_samples import MOST, EpochSamples
 from distdiag.recorder.state import guarded
-from distdiag.recorder.unseen import has_memory, unseen
+from distdiag.recorder.unseen import attributes, has_memory, unseen
 
 # not a subclass's, which may read the sampler's iterator, as those do that save its state
 _TORCHS = (loader_module._SingleProcessDataLoaderIter, loader_module._MultiProcessingDataLoaderIter)
@@ -416,7 +416,7 @@ def stated(data: Any) -> int:
     counts = _READS.get(tuple(x.opname for x in does))
     if counts is None or (counts and does[0].argval != "len"):
         return -1
-    held = _attributes(data).get(does[-2 - counts].argval)
+    held = attributes(data).get(does[-2 - counts].argval)
     if not counts:
         return held if type(held) is int else -1
     return len(held) if type(held) in _COUNTED else -1
@@ -443,20 +443,13 @@ def first_tensor(batch: Any, wanted: Any, depth: int = 0) -> torch.Tensor | None
         values = list.__iter__(batch)
     elif isinstance(batch, tuple):
         values = tuple.__iter__(batch)
-    elif isinstance(data := _attributes(batch).get("data"), dict):  # a UserDict, as tokenizers return
+    elif isinstance(data := attributes(batch).get("data"), dict):  # a UserDict, as tokenizers return
         values = dict.values(data)
     for v in values:
         t = first_tensor(v, wanted, depth + 1)
         if t is not None:
             return t
     return None
-
-
-def _attributes(x: object) -> dict[str, Any]:
-    try:
-        return object.__getattribute__(x, "__dict__")
-    except AttributeError:
-        return {}
 
 
 def fingerprint(batch: Any) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from distdiag.recorder.hooks.tensor_samples import capturing
+from distdiag.recorder.hooks.tensor_samples import capturing, gradient
 from distdiag.recorder.unseen import has_memory
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def lost(models: list[Model]) -> tuple[list[str], int]:
     """Return the names of parameters with a gradient and a new node, and of how many: those in no module that was wrapped later."""
     names, n, later = [], 0, frozenset[int]()
     for m in [] if capturing() or torch.is_inference_mode_enabled() else reversed(models):
-        own = [x for x in m.hooked if id(x[1]) not in later and x[1].grad is not None]
+        own = [x for x in m.hooked if id(x[1]) not in later and gradient(x[1]) is not None]
         new = [name for name, p, node in own if replaced(p, node)]
         names, n, later = new + names, n + len(own), later | m.built_with
     return names, n

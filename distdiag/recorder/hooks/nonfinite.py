@@ -11,7 +11,7 @@ import torch
 from distdiag.page.layout import SampleKind
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import Ledger
-from distdiag.recorder.hooks.tensor_samples import PLAIN, Samples, capturing, own_part, sampled
+from distdiag.recorder.hooks.tensor_samples import PLAIN, Samples, capturing, gradient, own_part, sampled, sum_of
 from distdiag.recorder.unseen import has_memory, unseen
 
 REPORTS = 4
@@ -34,22 +34,21 @@ class NonFinite:
     def loss(self, tensors: Any, site: int, micro_step: int) -> float | None:
         """Return the scalar that backward is called on; None if it is no scalar or on a device."""
         t = tensors[0] if type(tensors) in (tuple, list) and len(tensors) == 1 else tensors
-        if type(t) is torch.Tensor:
-            return self._loss(t, site, micro_step)
-        if not isinstance(t, torch.Tensor) or not has_memory(type(t)):
-            return None
-        with unseen():
-            return self._loss(t, site, micro_step)
+        read = sampled(t, 1) if type(t) is torch.Tensor and t.numel() == 1 else None
+        value = read[0] if read is not None else None
+        if read is None and isinstance(t, torch.Tensor) and has_memory(type(t)):
+            with unseen():  # an operator would appear in the job's profile
+                value = self._loss(t, site, micro_step)
+        if value is not None and (self.ledger.bad_losses or value - value):  # NaN if it is not finite
+            with unseen():
+                self._loss_value(value, site, BAD_LOSSES)
+        return value
 
     def _loss(self, t: torch.Tensor, site: int, micro_step: int) -> float | None:
-        if t.dim() and t.numel() != 1:
+        if t.numel() != 1:
             return None
         if t.is_cpu:
-            read = sampled(t, 1)  # from memory: an operator would appear in the job's profile
-            value = t.item() if read is None else read[0]
-            if self.ledger.bad_losses or value - value:  # NaN if it is not finite
-                self._loss_value(value, site, BAD_LOSSES)
-            return value
+            return sum_of(t)
         if micro_step % 8 == 0 and not capturing():
             self.samples.when_copied(
                 t.detach().float().reshape(1), lambda v, s=site: self._loss_value(v[0].item(), s, 2)
@@ -69,8 +68,7 @@ class NonFinite:
         if self.ledger.bad_losses == 1:
             self._harmless = False
             self._suspect(SampleKind.NONFINITE_LOSS, value, None, site)
-            with unseen():
-                self._check_input(site)
+            self._check_input(site)
         elif self.ledger.bad_losses == at_most:
             self._report_suspects()
 
@@ -114,9 +112,9 @@ class NonFinite:
         """Check the gradients that the optimizer is about to use, or those after a step that was dropped."""
         skipped = getattr(optimizer, "found_inf", None)  # GradScaler sets it to make a fused optimizer drop the step
         checked = [p for _, _, _, p, _ in self.suspects if p is not None] or self._probed()
-        found = (own_part(p.grad) for p in checked)
+        found = (own_part(gradient(p)) for p in checked)
         gradients = [g for g in found if g is not None and g.is_cpu and g.layout is torch.strided]
-        finite = all(isfinite(float(g.sum())) for g in gradients)
+        finite = all(isfinite(sum_of(g)) for g in gradients)
         # A scale can overflow in the loss alone: a loss that is inf harms only if its gradients are not finite.
         self._harmless = finite and bool(gradients or self.local_gradients)
         if skipped is None and not finite:
@@ -144,11 +142,11 @@ class NonFinite:
         if self._reported >= REPORTS:
             return
         for p in self._probed():
-            g = own_part(p.grad)
+            g = own_part(gradient(p))
             if g is None or g.is_sparse or g.device.type != "cpu":
                 continue
             # one pass over a small gradient: a sum is finite only if no element is NaN (or inf, but for +inf -inf)
-            total = float(g.sum())
+            total = sum_of(g)
             if not isfinite(total) and getattr(optimizer, "found_inf", None) is None:
                 self._reported += 1
                 self.samples.write(SampleKind.NONFINITE_GRADIENT, step, total, name=self._name_of(p))

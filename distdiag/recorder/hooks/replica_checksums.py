@@ -18,9 +18,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from distdiag.page.layout import SampleKind
 from distdiag.recorder.fast.accounts import Ledger
 from distdiag.recorder.hooks.lost_hooks import lost
-from distdiag.recorder.hooks.tensor_samples import Samples, capturing, own_part, sampled
+from distdiag.recorder.hooks.tensor_samples import Samples, capturing, gradient, own_part, sampled
 from distdiag.recorder.hooks.wrapped_model import EnteredModules, watch_forward
-from distdiag.recorder.unseen import has_memory, unseen
+from distdiag.recorder.unseen import attributes, has_memory, named_modules, named_tensors, parameters, unseen
 from distdiag.terms.ranks import fold_ranks
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class ReplicaChecksums:
         if self.reduced or params:
             # only parameters that are trained now: many jobs leave frozen ones in the optimizer
             every = params if params and not ranks else own
-            trained = sum(p.numel() for p in every if p.grad is not None) if self.reduced else 0
+            trained = sum(p.numel() for p in every if gradient(p) is not None) if self.reduced else 0
             self.samples.write(SampleKind.REDUCED, step, self.reduced / trained if trained else 0.0, self.reduced)
         self._rate(optimizer, params, step)
         self._outside_fsdp(outside, step)
@@ -166,7 +166,7 @@ class ReplicaChecksums:
             return
         if self.averaged_elements:
             self.samples.write(SampleKind.AVERAGED, step, self.averaged_elements / elements if elements else 0.0)
-        if gradients := [p.grad for p in params if p.grad is not None and not p.grad.is_sparse]:
+        if gradients := [g for p in params if (g := gradient(p)) is not None and not g.is_sparse]:
             self._checksum(SampleKind.GRADIENTS, gradients, step, which, name=ranks)
         self._checksum(SampleKind.PARAMETERS, params, step, which, name=ranks)
         if step in LAYER_STEPS:
@@ -215,24 +215,24 @@ class ReplicaChecksums:
 
     def _outside_ddp(self, outside: list[Any], step: int) -> None:
         """Record checksums of the parameters that optimizers train, and of modules that nothing trains, outside DDP."""
-        outside = [p for p in outside if p.grad is not None]
+        outside = [p for p in outside if gradient(p) is not None]
         for other in self.others.values():  # what its step contains may be the lead: then it has the same
             known = set(map(id, outside))
             outside += [
                 p
                 for p in self._parameters(other).outside
-                if id(p) not in known and (p.grad is not None or other.state.get(p))
+                if id(p) not in known and (gradient(p) is not None or _state(other, p))
             ]
         if outside:
             self._checksum(SampleKind.OUTSIDE_DDP, outside, step, name=_shapes(outside))
         found = [module for ref in self._untrained if (module := ref()) is not None]
         if found:
             names = ", ".join(dict.fromkeys(type(module).__name__ for module in found))
-            self._checksum(SampleKind.UNTRAINED, [p for module in found for p in module.parameters()], step, name=names)
+            self._checksum(SampleKind.UNTRAINED, [p for module in found for p in parameters(module)], step, name=names)
 
     def _outside_fsdp(self, outside: list[Any], step: int) -> None:
         """Record a checksum of the parameters that FSDP does not shard; one without a gradient is not trained."""
-        trained = [] if self.ledger.models else [p for p in outside if p.grad is not None]
+        trained = [] if self.ledger.models else [p for p in outside if gradient(p) is not None]
         if trained:
             named = self._named()
             names = [named[id(p)][0] for p in trained if id(p) in named]
@@ -241,14 +241,14 @@ class ReplicaChecksums:
     def _named(self) -> dict[int, tuple[str, Any]]:
         """Return (name, parameter) by id of those of the modules that the second step called, without DDP."""
         modules = [module for ref in self._outer if (module := ref()) is not None]
-        return {id(p): (name, p) for module in modules for name, p in module.named_parameters()}
+        return {id(p): (name, p) for module in modules for name, p in named_tensors(module)}
 
     def _sample_layers(self, step: int) -> None:
         """Record a checksum of each class of layers; first also from before the first step."""
         for name, modules in self._layers.items():
             if not (owned := [p for module in modules for p in self._summed_up(module())]):
                 continue
-            sparse = all(p.grad is not None and p.grad.is_sparse for p in owned)
+            sparse = all((g := gradient(p)) is not None and g.is_sparse for p in owned)
             elements = min(sum(p.numel() for p in owned), (1 << 30) - 1)
             key = len(owned) | all(map(self._began_constant, owned)) << 32 | sparse << 33 | elements << 34
             if step == LAYER_STEPS[0]:
@@ -272,15 +272,15 @@ class ReplicaChecksums:
         models = self.ledger.models.values()
         own = {id(p): p for optimizer in (lead, *self.others.values()) for p in _params(optimizer)}
         modules = [module for ref in self._loose if (module := ref()) is not None]
-        named = [(f"{type(module).__name__}.{name}", p) for module in modules for name, p in module.named_parameters()]
+        named = [(f"{type(module).__name__}.{name}", p) for module in modules for name, p in named_tensors(module)]
         loose, inside = (
-            [(name, p) for name, p in of if p.grad is not None and id(p) not in own]
+            [(name, p) for name, p in of if gradient(p) is not None and id(p) not in own]
             for of in (named, [x for m in models for x in m.trained()])
         )
         if found := loose or inside:
             built_with = frozenset().union(*(m.built_with for m in models))
             stale = [] if loose else [p for i, p in own.items() if i not in built_with]
-            if all(p.grad is None for p in stale):
+            if all(gradient(p) is None for p in stale):
                 key = len(stale) | bool(loose) << 32
                 some = _spread([p for _, p in found])
                 self._sum(some, False, partial(self._unchanged, step, len(found), key, found[0][0]))
@@ -296,7 +296,7 @@ class ReplicaChecksums:
         if not stale:
             return
         own = {id(p) for optimizer in (lead, *self.others.values()) for p in _params(optimizer)}
-        left = [of for i, of in named.items() if i not in own and of[1].grad is not None]
+        left = [of for i, of in named.items() if i not in own and gradient(of[1]) is not None]
         if Counter(map(_row, stale)) <= Counter(_row(p) for _, p in left):
             names = ", ".join([name for name, _ in left[:NAMES]])
             some = [part for _, p in _spread(left) if (part := own_part(p)) is not None]
@@ -342,7 +342,7 @@ class ReplicaChecksums:
         )
         untrained, loose = [], []
         for i, ref in calls.modules.items():
-            params = [*module.parameters()] if (module := ref()) is not None else []
+            params = [*parameters(module)] if (module := ref()) is not None else []
             if not params or any(id(p) in known for p in params):
                 continue
             if not any(p.requires_grad for p in params):
@@ -363,7 +363,7 @@ class ReplicaChecksums:
         trained = [i for i, p in enumerate(own) if p.requires_grad and p.numel()]
         kept = self._never.get(optimizer)
         before = kept[1] if kept is not None and kept[0] == len(own) else trained
-        lacking = [i for i in trained if own[i].grad is None]
+        lacking = [i for i in trained if gradient(own[i]) is None]
         if len(lacking) < len(trained):
             if self.ledger.models:
                 return
@@ -458,6 +458,8 @@ class ReplicaChecksums:
             for t in chosen:
                 flat = t.detach().reshape(-1) if t.is_contiguous() else t.detach().flatten()[:CHECKSUM_ELEMENTS]
                 some = flat[:: max(1, flat.numel() // CHECKSUM_ELEMENTS)][:CHECKSUM_ELEMENTS]
+                if some.is_complex():
+                    some = torch.view_as_real(some.resolve_conj()).reshape(-1)
                 weighted = torch.arange(len(some), dtype=torch.float64, device=some.device) / CHECKSUM_ELEMENTS + 1.0
                 parts.append((some.double().abs() if magnitudes else some.double() * weighted).sum())
             if not parts:
@@ -479,7 +481,7 @@ def _outermost(calls: EnteredModules) -> list[weakref.ref[Any]]:
     for i, ref in calls.modules.items():
         if i not in known and (module := ref()) is not None:
             found.append(ref)
-            known.update(map(id, module.modules()))
+            known.update(id(x) for _, x in named_modules(module))
     return found
 
 
@@ -517,7 +519,7 @@ def _beside_fsdp(optimizer: Any) -> list[Any]:
 def _places(ddp: Any, held: str) -> list[tuple[Any, str, str]]:
     """Return (module, name in it, full name) of what the modules in DDP hold (`_buffers`, `_parameters`), without what DDP ignores."""
     ignored = getattr(ddp, "parameters_to_ignore", None) or ()
-    named = ((x, name, f"{of}.{name}".lstrip(".")) for of, x in ddp.module.named_modules() for name in getattr(x, held))
+    named = ((x, name, f"{of}.{name}".lstrip(".")) for of, x in named_modules(ddp.module) for name in getattr(x, held))
     return [x for x in named if x[2] not in ignored]
 
 
@@ -530,8 +532,10 @@ def _untrained(m: Model) -> list[tuple[Any, str]]:
 
     def untrained(place: tuple[Any, str, str]) -> bool:
         p = place[0]._parameters.get(place[1])
-        # torch warns where `.grad` of a computed tensor is read, which some put in a parameter's place
-        return p is not None and p.is_leaf and p.grad is None and (not p.requires_grad or id(p) not in m.built_with)
+        # some put a computed tensor in a parameter's place
+        return (
+            p is not None and p.is_leaf and gradient(p) is None and (not p.requires_grad or id(p) not in m.built_with)
+        )
 
     ddp = m.ref()
     if ddp is None:
@@ -550,13 +554,19 @@ def _mode_layers(m: Model) -> list[Any]:
         return []
     if m.mode_layers is None:
         kinds = (torch.nn.modules.dropout._DropoutNd, _NormBase)
-        m.mode_layers = [x for x in ddp.module.modules() if isinstance(x, kinds)]
+        m.mode_layers = [x for _, x in named_modules(ddp.module) if isinstance(x, kinds)]
     return m.mode_layers
+
+
+def _state(optimizer: Any, p: Any) -> Any:
+    """Return what an optimizer has kept of a parameter, None if nothing; its class may compute `state`."""
+    state = attributes(optimizer).get("state")
+    return dict.get(state, p) if isinstance(state, dict) else None
 
 
 def _counted(optimizer: Any, params: list[Any]) -> float | None:
     """Return how many steps the state of a parameter has counted, as Adam's does; None if there is no count, or it is on a device."""
-    state: Any = next((optimizer.state[p] for p in params if p in optimizer.state), None)
+    state = next((found for p in params if (found := _state(optimizer, p)) is not None), None)
     count: Any = state.get("step") if isinstance(state, dict) else None
     if isinstance(count, torch.Tensor):
         return float(count) if type(count) is torch.Tensor and count.is_cpu and count.numel() == 1 else None

@@ -21,8 +21,9 @@ from distdiag.recorder.hooks.device_clock import cuda_clock
 from distdiag.recorder.hooks.loaders import samples_of
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.wrapped_model import Model, watch_forward
-from distdiag.recorder.hooks.wrapping import UNCOUNTED, settle, settle_late, wraps
+from distdiag.recorder.hooks.wrapping import settle, settle_late, wraps
 from distdiag.recorder.state import guarded, now_ns
+from distdiag.recorder.unseen import unseen
 from distdiag.unpatched import get_ident
 
 _PHASE, _SINCE, _STEP = word("phase"), word("phase_since_ns"), word("step")
@@ -137,7 +138,8 @@ def _forward_begins(accounting: StepAccounting) -> Callable[[Any, tuple[Any, ...
                     ledger.batch = accounting.loaders.fed(module, inputs, site)
                     ledger.samples += ledger.batch
                 if later:
-                    samples.poll()
+                    with unseen():
+                        samples.poll()
         if training and _CUDA:
             _on_device(accounting, inputs if m is not None else ())
         words[_PHASE] = _FORWARD if training else _VALIDATE
@@ -182,7 +184,8 @@ def ddp_forward(accounting: StepAccounting, original: Method) -> Method:
         _forward_failed(accounting, models.get(id(module)), error)
         ends(module, began)
 
-    @wraps(original)
+    # torch.compile decides by the file of a module's `forward` how to call it
+    @wraps(original, file=original.__code__.co_filename)
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         began = 0
         try:
@@ -320,8 +323,7 @@ def autograd_backward(accounting: StepAccounting, original: Method) -> Method:
         note_caught(accounting.recorder, error)
         ends(began)
 
-    # torch's hooks name the line that called backward by the number of frames
-    @wraps(original, file=UNCOUNTED)
+    @wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         began = 0
         try:

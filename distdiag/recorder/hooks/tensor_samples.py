@@ -22,6 +22,17 @@ def capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def gradient(p: Any) -> Any:
+    """Return the gradient of a tensor, None if it has none: torch warns where that of a computed tensor is read, as clones of MAML are."""
+    return p.grad if p.is_leaf or p.retains_grad else None
+
+
+def sum_of(t: torch.Tensor) -> float:
+    """Return the sum of all elements, and of both their parts if they are complex: not finite if one of them is not."""
+    found = t.detach().sum().item()  # a gradient may have a graph
+    return found.real + found.imag
+
+
 def own_part(g: Any) -> Any:
     """Return this rank's part of a sharded gradient (DTensor), or another gradient itself; None if it has no readable memory."""
     part = getattr(g, "_local_tensor", g)
@@ -65,7 +76,7 @@ class Gradients(GradientWords):
         if self._type is None or g.dtype is not _FLOAT32:
             n = g.numel()
             few = g if n <= 4096 else (g.view(-1) if g.is_contiguous() else g[0].reshape(-1))[:: n // 64]
-            return float(few.sum())
+            return sum_of(few)
         at = g.data_ptr()
         if not at:
             return 0.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from distdiag.page.layout import Header, SampleKind
 from distdiag.recorder.hooks.lost_hooks import replaced
-from distdiag.recorder.hooks.tensor_samples import Samples
+from distdiag.recorder.hooks.tensor_samples import Samples, gradient
 from distdiag.recorder.state import guarded
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ class UnusedParameters:
         each = 1 if checks < 4 else len(named) // (CHECKED if checks < NEW_CHECKS else CHECKED_LATER)
         m.next_check = step + max(1 if checks < NEW_CHECKS else LATER_STEPS, each)
         for _, p in named:  # fast path: all have a gradient
-            if p.grad is None:
+            if gradient(p) is None:
                 if slot.find_unused == 0 and not slot.static_graph:
                     # A script may drop a gradient itself before the step. If backward left one out, DDP refuses the next forward and
                     # names it: that is the proof. Until then it is unknown whether all have gradients.
                     slot.unused_checks = checks - 1
                     return
-                without = [(n, p) for n, p in named if p.grad is None]
+                without = [(n, p) for n, p in named if gradient(p) is None]
                 if len(without) < len(named):
                     self._write_unused(m, without, step)
                     self._write_never(m, without)
@@ -63,8 +63,8 @@ class UnusedParameters:
         m.frozen_forwards = forwards
         frozen, at = m.frozen, m.frozen_next
         m.frozen_next = at + CHECKED if at + CHECKED < len(frozen) else 0
-        if any(p.requires_grad and p.grad is not None for _, p in frozen[at : at + CHECKED]):
-            names = [n for n, p in frozen if p.requires_grad and p.grad is not None]
+        if any(p.requires_grad and gradient(p) is not None for _, p in frozen[at : at + CHECKED]):
+            names = [n for n, p in frozen if p.requires_grad and gradient(p) is not None]
             m.frozen = []
             self.samples.write(SampleKind.UNFROZEN, step, float(len(names)), name=names[0], site=m.slot.site)
 

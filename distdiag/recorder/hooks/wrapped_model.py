@@ -14,8 +14,9 @@ from distdiag.page.layout import ModelSlot
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import LastCallSite, ModelWords
 from distdiag.recorder.hooks.ddp_times import DdpTimes
-from distdiag.recorder.hooks.wrapping import UNCOUNTED, around
+from distdiag.recorder.hooks.wrapping import around
 from distdiag.recorder.state import guarded
+from distdiag.recorder.unseen import named_modules, named_tensors
 
 
 class EnteredModules:
@@ -30,7 +31,7 @@ class EnteredModules:
         self._with_graph: set[int] = set()
         self.in_ddp: set[int] = set()  # those that the forward of a module in DDP calls
         if not _collecting:
-            _replaced[:] = Module.__call__, around(Module.__call__, _enters, file=UNCOUNTED)
+            _replaced[:] = Module.__call__, around(Module.__call__, _enters)
             Module.__call__ = _replaced[1]  # type: ignore[method-assign]
         _collecting.append(self)
 
@@ -69,7 +70,7 @@ _replaced: list[Any] = []  # the method, and what is in its place while some col
 
 def _owners(model: Any, parameters: list[str]) -> list[tuple[str, Any]]:
     """Return the modules of `model` that own `parameters`, with their names."""
-    modules = dict(model.named_modules())
+    modules = dict(named_modules(model))
     names = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
     return [(name, modules[name]) for name in names if name in modules]
 
@@ -127,7 +128,7 @@ class Model(ModelWords):
             return []
         if self.named is None:
             ignored = getattr(ddp, "parameters_to_ignore", None) or ()
-            named = ddp.module.named_parameters()
+            named = named_tensors(ddp.module)
             self.named = [(n, p) for n, p in named if p.requires_grad and n not in ignored]
         return self.named
 

@@ -34,25 +34,20 @@ _OURS = ("distdiag.recorder", "distdiag.page", "distdiag.terms")
 
 
 def wraps(
-    original: Callable[..., Any], traced: Callable[..., Any] | None = None, file: str | None = None
+    original: Callable[..., Any], traced: Callable[..., Any] | None = None, file: str = UNCOUNTED
 ) -> Callable[[F], F]:
     """Decorator for a Python function that calls and replaces `original`; `torch.compile` traces `traced` instead.
 
     Args:
         original: The wrapped function, which provides name and docstring.
         traced: The function that compiled code runs in place of the wrapper; `original` if None.
-        file: File name of the wrapper's frame; that of `original` if None. `UNCOUNTED` keeps the place of warnings that are
-            issued below the wrapper.
+        file: File name of the wrapper's frame. `UNCOUNTED` keeps the place of warnings that are issued below the wrapper.
     """
 
     def decorate(wrapper: F) -> F:
         functools.update_wrapper(wrapper, original)
         wrapper._torchdynamo_inline = traced or original  # type: ignore[attr-defined]
-        code = getattr(original, "__code__", None)
-        if code is not None:  # torch.compile decides by the file of a module's `forward` how to call it
-            wrapper.__code__ = wrapper.__code__.replace(  # type: ignore[attr-defined]
-                co_filename=file or code.co_filename, co_firstlineno=code.co_firstlineno
-            )
+        wrapper.__code__ = wrapper.__code__.replace(co_filename=file)  # type: ignore[attr-defined]
         _wrapper(wrapper.__code__)  # type: ignore[attr-defined]
         return wrapper
 
@@ -87,7 +82,6 @@ def around(
     begins: Function | None = None,
     ends: Function | None = None,
     c_method: bool = False,
-    file: str | None = None,
 ) -> Any:
     """Return `original` with a call before it and one after it, whether it returns or raises; not for what runs several times a step.
 
@@ -97,7 +91,6 @@ def around(
         ends: Called with (what `begins` returned; without `begins` the arguments, the result, the exception or None); may not
             raise, either.
         c_method: `original` is a method of a C++ class.
-        file: See `wraps`.
     """
 
     called = (
@@ -122,7 +115,7 @@ def around(
                 settle_late(late, e, end, (began, None, e))
             raise
 
-    return as_c_method(call, original) if c_method else wraps(original, file=file)(call)
+    return as_c_method(call, original) if c_method else wraps(original)(call)
 
 
 def settle(error: BaseException, end: Function | None = None, args: tuple[Any, ...] = ()) -> None:
