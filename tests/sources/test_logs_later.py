@@ -252,6 +252,7 @@ def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str
         (raised(3, OOM) + "Training finished iteration 2 at 2031-03-02 08:00:00. Total running time: 9min\n", (3,)),
         (EVERY_50 + "done.\n" + QUOTED, ()),
         ("W0302 08:00:00.1 44 wds.py:8] skipping a sample\n" + raised(3, "OSError: x"), (3,)),
+        ("[rank5]: INFO graph: compiling\n" + raised(3, "OSError: x") + "step 9 loss 2\n", (3,)),
         (raised(3, OOM) + "[rank0]: step 41 loss 0.3\n", (3,)),
         (raised(3, OOM) + "".join(f"[rank0]: step {i} loss 0.3\n" for i in range(60, 76)), (3,)),
         (raised(3, OOM) + EVERY_50.replace("step", "eval step"), (3,)),
