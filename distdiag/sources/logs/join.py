@@ -38,8 +38,8 @@ _NUMBER = bounded(r"\d{1,6}")
 
 def join(found: Collected) -> Collected:
     """Set the rank of every fact, drop those that came after the job was stopped from outside, and return what is left."""
-    found.of_file = ranks_of(found.files)
-    of_file = {p: r for p, r in found.of_file.items() if found.by_path.get(p, set()) <= {r} and p not in found.of_nodes}
+    found.of_file = {p: r for p, r in ranks_of(found.files).items() if found.by_path.get(p, set()) <= {r}}
+    of_file = {p: r for p, r in found.of_file.items() if p not in found.of_nodes}
     of_file = {p: min(r) for p, r in found.env.items() if len(r) == 1 and found.by_path[p] == r} | of_file
     _of_communicators(found)
     numbered = _numbered(found)

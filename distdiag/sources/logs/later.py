@@ -52,6 +52,7 @@ _SHOWN = bounded(r"\D{0,30}\d{1,12}(?:\D{1,40}\d{1,12})?")  # how far it is
 _NO_PROGRESS = bounded(
     r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b|\bResult\(metrics="
 )
+_RULE = bounded(r"^(?:\[[^\]]*\]:? ?|(?:Rank )?\d{1,6}: )?[^\w`]*$")  # a line that only separates others
 _OF_LIBRARY = bounded(
     r"NCCL INFO|\.(?:cpp|cc):\d|Missing ranks:|/site-packages/|WARN|[Ww]arning\b|OMP_NUM_THREADS"
 )  # not a line of the program
@@ -267,7 +268,11 @@ class Later:
 
     def _said(self, key: tuple[Path, int | None, int | None], text: str, before: bool) -> None:
         """Keep a line that is no error: the last one of a process, and its last one before a failure, unless it went on after that."""
-        if (before or key not in self.said) and _NO_PROGRESS.search(text) is None and "File " not in text:
+        if (
+            (before or key not in self.said)
+            and _NO_PROGRESS.search(text) is None
+            and not ("File " in text or _RULE.match(text))
+        ):
             self.said.setdefault(key, text)
             if before and _OF_LIBRARY.search(text) is None:
                 self.earlier.setdefault(key, "" if key in self.stepped else text)
