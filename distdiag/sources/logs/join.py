@@ -208,10 +208,14 @@ def _of_one_host(found: Collected, name: str) -> None:
     for f in (f for f in facts if f.who.host):
         writers.setdefault(f.fields["peer"], set()).add(f.who.host)
     several = [peer for peer, hosts in writers.items() if len(hosts) > 1]
-    if len(several) != 1 or (host := host_of.get(several[0])) is None or host in writers[several[0]]:
+    own = [f for f in facts if f.fields["peer"] != several[0]] if len(several) == 1 else []
+    # without the address of a host: the one that alone lost another one
+    alone = {f.who.host or f.who.label for f in own}
+    alone = min(alone) if len(alone) == 1 else ""
+    if len(several) != 1 or not (host := host_of.get(several[0], alone)) or host in writers[several[0]]:
         return
-    own = [f for f in facts if f.fields["peer"] != several[0]]
-    if all(f.who.host == host or (not f.who.host and f.rank in found.on_host.get(host, ())) for f in own):
+    on_host = found.on_host.get(host, ())
+    if all((f.who.host or f.who.label) == host or (not f.who.host and f.rank in on_host) for f in own):
         found.facts = [f for f in found.facts if f.name != name or f.fields.get("peer", several[0]) == several[0]]
         for f in (f for f in facts if f.fields["peer"] == several[0]):
             f.fields["ends"] = f" at {host} first"

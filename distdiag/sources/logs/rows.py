@@ -351,8 +351,9 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     """Return what a row's text may name: the first fact's fields, and what all facts together give."""
     first, by = facts[0].fields, facts[0].who
     out = Fields({k: shortened(v, 160 if k == "what" else 120) for f in reversed(facts) for k, v in f.fields.items()})
+    by_ranks = [f for f in facts if f.rank is not None and not f.of_node] or facts  # whom the text names
     peers = [
-        p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and (p not in HERE or "of_host" in f.fields)
+        p for f in by_ranks if (p := f.fields.get("peer", "").rstrip(".,")) and (p not in HERE or "of_host" in f.fields)
     ]
     of_host = {f.fields.get("peer"): f.fields.get("of_host", "") for f in facts}
     named = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]
