@@ -190,7 +190,8 @@ class Tracebacks:
     def _goes_on(self, line: Line) -> bool:
         """True if the line continues the message of an exception."""
         unended, order = self._unended.pop(line.source, (None, -2))
-        if unended is None or line.order - order > len(self._traces) + 1:
+        others = LINES_BEFORE * (line.source != _anonymous(line))  # of other ranks, between lines that name theirs
+        if unended is None or line.order - order > len(self._traces) + 1 + others:
             return False
         text = PREFIX.sub("", line.text).strip()
         if unended.name == "jax_barrier":
