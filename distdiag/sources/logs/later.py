@@ -94,7 +94,7 @@ _WELL = (
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)\[?exiting program (?:after \d{1,12} (?:iterations|minutes)|at iteration \d{1,12})(?:\]|\W{0,3}$)")),  # Megatron
     # fairseq; torchvision and DETR, detectron2; YOLO
-    ("file", bounded(r"(?i:\b(?:done|finished|completed) training\b)(?! (?:iter|epoch|step))|(?:^|[\]:|)>-] ?)(?:(?:Total )?[Tt]raining time:? |Overall training speed: \d{1,12} iterations in )\d{0,4}\D{0,8}\d{1,4}:\d\d:\d\d\b|\b\d{1,6} epochs completed in \d" + _BUT)),
+    ("file", bounded(r"(?i:\b(?:done|finished|completed) training\b)(?! (?:iter|epoch|step))|(?:^|[\]:|)>-] ?)(?:(?:Total )?[Tt]raining time:? |[Dd]one in |Overall training speed: \d{1,12} iterations in )\d{0,4}\D{0,8}\d{1,4}:\d\d:\d\d\b|\b\d{1,6} epochs completed in \d" + _BUT)),
     ("part", bounded(r"(?i:\btrain\w{0,3}(?: progress)?|\bepochs?|\bsteps?)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of a loop
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),

@@ -283,7 +283,8 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
     for row in rows:
         names = row.names.split()
         facts = [f for name in names for f in found.named(name) if row.pick(f)]
-        facts.sort(key=lambda f: f.fields.get("status") == "5")  # flushed: another completion has the reason
+        # flushed: another completion has the reason; logged by oneCCL: the exception says more
+        facts.sort(key=lambda f: f.fields.get("status") == "5" or "|CCL_ERROR|" in f.text)
         if any(f.name != "nccl_warning" and not OTHER_ENDED.search(f.text) for f in facts):
             facts = [f for f in facts if not OTHER_ENDED.search(f.text)]  # the rest only follows from another's failure
         if facts and row.when(facts):
