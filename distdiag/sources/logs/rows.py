@@ -79,7 +79,7 @@ def _could_not_connect(fact: Fact) -> bool:
 _LATE, _LOST, _SET = "timeout/late_rank", "rank_lost/silent", "rank_lost/configuration"
 _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
 _HCCL = "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time"
-_MESH = "gloo on {who}{on} could not connect to every other rank: {reason}"
+_MESH = "gloo on {who}{on} could not connect to every other rank (gloo's reason: {reason})"
 _SHARED = "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"
 _ITSELF = "gloo on {who}{on} could not connect to a rank at {peer}, an address by which each host means itself"
 _OWN_NAME = "{there} own host name must lead to an address that the others reach: `getent hosts $(hostname)` must not print 127.* (/etc/hosts); or set GLOO_SOCKET_IFNAME on all nodes to the interface that they share"
