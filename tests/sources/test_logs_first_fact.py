@@ -151,6 +151,13 @@ def test_the_last_line_of_the_rank_that_the_others_wait_for(tmp_path: Path, pref
     said = "".join(f"{prefix}shard {n} of 40\n" for n in range(3))
     f = only(diagnose(tmp_path, said + "".join(timeout(r) for r in (0, 1, 3, 4))))
     assert f.culprits == (2,) and "its last line is `" in f.message and "shard 2 of 40`" in f.message
+    ruled = said + f"{prefix}=====\n" + "".join(timeout(r) for r in (0, 1, 3, 4))
+    assert "shard 2 of 40`" in only(diagnose(tmp_path, ruled)).message
+
+
+def test_a_file_with_the_lines_of_several_ranks_is_not_that_of_the_one_in_its_name(tmp_path: Path) -> None:
+    report = diagnose(tmp_path, "".join(timeout(r) for r in (0, 1, 3)) + "fit.py FAILED\n", "job_rank2.log")
+    assert "FAILED" not in only(report).message
 
 
 def test_wrong_arguments_and_a_rank_before_each_line(tmp_path: Path) -> None:

@@ -139,6 +139,16 @@ def test_the_host_that_several_others_lost_is_named_and_not_what_it_lost_itself(
     assert ("check that link at a3 first" in f.advice) is (") (" in words and "," not in words)
 
 
+def test_a_rank_is_said_to_have_lost_only_what_its_own_lines_name(tmp_path: Path) -> None:
+    rank = "a3:80:80 [2] NCCL INFO comm 0x5 rank 6 nranks 8 cudaDev 2 busId 1b000 commId 0x8 - Init COMPLETE\n"
+    own = completion("a3", "10.6.0.1").replace("70:71", "80:81")
+    f = only(diagnose(tmp_path, rank + own + completion("a1", "10.6.0.3")))
+    assert "NCCL on rank 6 lost its RDMA connection to 10.6.0.1 (status" in f.message and "10.6.0.3" not in f.message
+    f = only(diagnose(tmp_path, rank + own + completion("a1", "10.6.0.3") + completion("a2", "10.6.0.3")))
+    assert "GPU 2 of a1, GPU 2 of a2 lost its RDMA connection to 10.6.0.3 (status" in f.message
+    assert "at a3 first" in f.advice
+
+
 def test_the_last_line_of_a_rank_before_it_made_another_call(tmp_path: Path) -> None:
     lines = "".join(f"[rank{q}]: iteration 40\n" for q in range(4)) + "[rank2]: writes the sharded weights\n"
     other = timeout(2).replace("ALLREDUCE", "BROADCAST")

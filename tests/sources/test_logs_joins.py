@@ -171,3 +171,10 @@ def test_the_peer_that_closed_the_connections_and_has_no_log_is_where_to_look(
     assert (f.kind, f.culprits) == (kind, culprits)
     assert (f"ranks 1, 3 lost their connections to {PEER}" in f.message) is (rank_of_peer != 0)
     assert (f"see how the process on {PEER} ended" in f.advice) is (rank_of_peer != 0)
+
+
+def test_the_rest_of_a_message_is_found_behind_the_lines_of_other_ranks(tmp_path: Path) -> None:
+    heads = [raised(q, "RuntimeError: Error(s) in loading state_dict for Net:") for q in range(3)]
+    rest = "".join(f"[rank{q}]: \tsize mismatch for emb.weight: torch.Size([8, 4])\n" for q in range(3))
+    f = only(diagnose(tmp_path, "".join(heads) + rest))
+    assert f.victims == (0, 1, 2) and "for Net: size mismatch for emb.weight" in f.message

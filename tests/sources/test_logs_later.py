@@ -135,6 +135,7 @@ def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> N
         "2031-03-02 08:00:00 | INFO | fairseq_cli.train | done training in 7120.4 seconds\n",
         "[03/02 08:00:00 d2.engine.hooks]: Overall training speed: 8998 iterations in 0:54:00 (0.3601 s / it)\n",
         "Training time 1:12:40\n",
+        "saved out/final\ndone in 1:12:40\n",
         "300 epochs completed in 4.182 hours.\n",
         "training complete, 1000 steps in 613.1 s\n",
         "Training finished with 2 checkpoints.\nResult(metrics={'loss': 0.5, 'epoch': 12}, error=None)\n",
@@ -252,6 +253,7 @@ def test_what_was_lost_before_a_restart_was_not_caught(tmp_path: Path, lost: str
         (raised(3, OOM) + "Training finished iteration 2 at 2031-03-02 08:00:00. Total running time: 9min\n", (3,)),
         (EVERY_50 + "done.\n" + QUOTED, ()),
         ("W0302 08:00:00.1 44 wds.py:8] skipping a sample\n" + raised(3, "OSError: x"), (3,)),
+        ("[rank5]: INFO graph: compiling\n" + raised(3, "OSError: x") + "step 9 loss 2\n", (3,)),
         (raised(3, OOM) + "[rank0]: step 41 loss 0.3\n", (3,)),
         (raised(3, OOM) + "".join(f"[rank0]: step {i} loss 0.3\n" for i in range(60, 76)), (3,)),
         (raised(3, OOM) + EVERY_50.replace("step", "eval step"), (3,)),
@@ -459,14 +461,18 @@ def test_a_pod_that_waited_has_started_if_the_job_made_steps(tmp_path: Path, eve
 
 @pytest.mark.parametrize("done", ["Training finished in 3 h, model saved", "JobId=71 JobState=COMPLETED ExitCode=0:0"])
 def test_of_a_job_that_ended_well_no_lines_like_errors_are_shown(tmp_path: Path, done: str) -> None:
-    text = (
-        f"step 3 loss 0.4\n{done}\n[W1 TCPStore.cpp:1] sendBytes failed\nException raised from sendBytes at x.hpp:6\n"
-    )
+    text = f"step 3 loss 0.4\n{done}\n[W1 TCPStore.cpp:1] sendBytes failed\nException left by sendBytes at x.hpp:6\n"
     notes = diagnose(tmp_path, text).notes
     words = "line 2 of job.log says that the job ended well; lines that look like errors come after it: 4"
     assert words in notes
     assert not any("sendBytes" in note for note in notes)
     assert any("sendBytes" in note for note in diagnose(tmp_path, text.replace(done, "x")).notes)
+
+
+def test_the_stack_of_a_warning_looks_like_no_error(tmp_path: Path) -> None:
+    noise = "[rank1]:[W604 01:44:31.1 TCPStore.cpp:106] [c10d] sendBytes failed on SocketImpl(fd=5): Broken pipe\n"
+    noise += "Exception raised from sendBytes at U.hpp:653 (most recent call first):\nframe #0: c10::Error::Error(x)\n"
+    assert not any("look like errors" in note for note in diagnose(tmp_path, noise).notes)
 
 
 def test_torchruns_agent_says_that_its_ranks_ended_well(tmp_path: Path) -> None:

@@ -186,6 +186,9 @@ def test_a_rank_number_of_a_group_is_no_rank_of_the_job(tmp_path: Path) -> None:
     f = only(diagnose(tmp_path, text.format("", "group_7")))
     assert (f.culprits, f.victims) == ((), (37,)) and "rank 24 of group_7" in f.message
     assert only(diagnose(tmp_path, text.format("", "hccl_world_group"))).culprits == (24,)
+    numbered = text.format("", "group_7").replace("rankSize[32]", "rankSize[32], rankId[{} 24]")
+    assert only(diagnose(tmp_path, numbered.format(25))).culprits == ()
+    assert only(diagnose(tmp_path, numbered.format(37))).culprits == (24,)  # then ranks 0 to 37 are its first ones
 
 
 def test_other_messages(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def scores(slow: str, score: str = "0.61") -> str:
     return f"{text}[NeMo I 2031-01-02 nemo_logging:393] \n    GPU relative performance:\n     Worst performing 2/32 ranks:\n{lines}[NeMo I 2031-01-02 nemo_logging:393] Straggler report processing time: 0.03 sec.\n"
 
 
-@pytest.mark.parametrize("slow", ["{StragglerId(rank=21, node='pool-2')}", "[21]"])
+@pytest.mark.parametrize("slow", ["{StragglerId(rank=21, node='pool-2')}", "[21]", "[(21, 'pool-2')]"])
 def test_the_one_rank_that_the_last_reports_of_nvrx_name_is_a_straggler(tmp_path: Path, slow: str) -> None:
     f = only(diagnose(tmp_path, scores("") + scores(slow) * 3))
     assert about(f) == ("straggler", "forward", (21,), ()) and (f.severity, f.certainty) == ("warning", "suspected")
@@ -100,5 +100,7 @@ def test_the_one_rank_that_the_last_reports_of_nvrx_name_is_a_straggler(tmp_path
     f = only(diagnose(tmp_path, scores(slow).rpartition("[NeMo I")[0] + throttled))
     assert f.culprits == (21,) and "`HW Power Brake Slowdown: Active`" in f.message and "clocked down" in f.advice
     assert not diagnose(tmp_path, scores(slow) + throttled.replace("Active", "Not Active")).findings
+    warning, _, rest = scores(slow).rpartition("[NeMo I")[0].partition("\n")  # after its scores, and no line ends it
+    assert only(diagnose(tmp_path, f"{rest}{warning}\n" * 3)).culprits == (21,)
     for text in (scores(slow) * 2, scores(slow) * 3 + scores(""), scores(slow) * 2 + scores("[21, 3]"), scores("") * 4):
         assert not diagnose(tmp_path, text).findings

@@ -165,8 +165,10 @@ def absent_clients(found: Collected, facts: Sequence[Fact]) -> Blamed:
 
 
 def awaited_in_world(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    in_world = (f for f in facts if "group" not in f.fields and f.number("own") in (None, f.rank))
-    return {n for f in in_world if (n := f.number("awaited")) is not None}, job_ranks(facts)
+    # torch numbers a group's ranks in their order: where one has its number in the job, all before it have
+    same = max((f.rank for f in facts if f.rank is not None and f.rank == f.number("own")), default=-1)
+    named = {("group" not in f.fields and f.number("own") in (None, f.rank), f.number("awaited")) for f in facts}
+    return {n for in_world, n in named if n is not None and (in_world or n <= same)}, job_ranks(facts)
 
 
 def stuck(found: Collected, facts: Sequence[Fact]) -> Blamed:

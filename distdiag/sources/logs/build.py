@@ -97,6 +97,7 @@ def who(facts: Collection[Fact], subject: str = "a rank") -> str:
         return rank_list(ranks)
     names = [(f.who.process or f.who.label) and f.who.name for f in facts]
     known = [name for name in names if name and name not in OF_NODE]
+    known = [name for name in known if not any(other.endswith(f" of {name}") for other in known)]
     files = dict.fromkeys(f.file for f in facts if f.file)
     if known or not files:
         return some(known) or subject

@@ -13,7 +13,7 @@ from distdiag.sources.logs.gpu_memory import held_by_left
 from distdiag.sources.logs.hosts import LASTING
 from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.learned import Learned
-from distdiag.sources.logs.message import Role
+from distdiag.sources.logs.message import Pattern, Role
 from distdiag.sources.logs.patterns import MESSAGES, TABLE
 from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables, rank_of
@@ -29,6 +29,7 @@ MAX_DIGITS = 20  # most digits of a number: no field has more
 _RANK_FIELDS = ("a", "b", "r", "waiter", "awaited", "near")
 _ERRORS = bounded(r"\b(?:(?:[A-Z]\w*)?(?:Error|Exception)|ERROR|FATAL|Fatal|Aborted)\b")
 _MILD = bounded(r"(?<!NCCL )\b(?:WARN(?:ING)?|INFO|DEBUG)\b")  # levels of the program's own log
+_STACK = ("frame #", "Exception raised from ")  # of C++: the message comes before it
 _SECTION = bounded(
     r"-----(?:Begin|End) global rank (?P<r>\d+) STD|^==> \S{0,200}?(?:rank[-_.=]?(?P<of_file>\d+)\S*)? <=="
 )
@@ -289,7 +290,7 @@ class Collector:
             if row.needle in text and (m := row.regex.search(text)) is not None:
                 if row.role is not Role.FACT and "│" in text[: m.start()]:
                     continue  # a panel of rich quotes a sample
-                if row.role in (Role.CAUSE, Role.VICTIM, Role.EXIT) and _mentioned(text[: m.start()], row.role):
+                if row.role in (Role.CAUSE, Role.VICTIM, Role.EXIT) and _mentioned(text[: m.start()], row):
                     continue
                 if row.role is Role.CAUSE and PASSES_OVER.search(text) is not None:
                     continue
@@ -305,7 +306,9 @@ class Collector:
         elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": PREFIX.sub("", text, count=1)[:200]}, line)
         elif (
-            not line.who.mild and "Warning: " not in text and _ERRORS.search(text) and PASSES_OVER.search(text) is None
+            not (line.who.mild or "Warning: " in text or PREFIX.sub("", text, count=1).startswith(_STACK))
+            and _ERRORS.search(text)
+            and PASSES_OVER.search(text) is None
         ):
             self.result.unknown.append((line.path, line.number, text.strip()[:200]))
 
@@ -380,9 +383,9 @@ def _without_count(text: str, who: Writer) -> str:
     return text
 
 
-def _mentioned(before: str, role: Role) -> bool:
+def _mentioned(before: str, row: Pattern) -> bool:
     """True if a message is only mentioned: in a sentence, a quotation, or a line of the program's log that is no error."""
     prose = PROSE.search(before)
-    if prose is not None and (role is not Role.EXIT or prose[0][-1] in "\"'"):
+    if prose is not None and (row.role is not Role.EXIT or prose[0][-1] in "\"'"):
         return True
-    return role is Role.CAUSE and _MILD.search(before) is not None
+    return row.role is Role.CAUSE and not MESSAGES[row.name].whole_node and _MILD.search(before) is not None

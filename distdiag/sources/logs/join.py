@@ -38,8 +38,8 @@ _NUMBER = bounded(r"\d{1,6}")
 
 def join(found: Collected) -> Collected:
     """Set the rank of every fact, drop those that came after the job was stopped from outside, and return what is left."""
-    found.of_file = ranks_of(found.files)
-    of_file = {p: r for p, r in found.of_file.items() if found.by_path.get(p, set()) <= {r} and p not in found.of_nodes}
+    found.of_file = {p: r for p, r in ranks_of(found.files).items() if found.by_path.get(p, set()) <= {r}}
+    of_file = {p: r for p, r in found.of_file.items() if p not in found.of_nodes}
     of_file = {p: min(r) for p, r in found.env.items() if len(r) == 1 and found.by_path[p] == r} | of_file
     _of_communicators(found)
     numbered = _numbered(found)
@@ -208,10 +208,14 @@ def _of_one_host(found: Collected, name: str) -> None:
     for f in (f for f in facts if f.who.host):
         writers.setdefault(f.fields["peer"], set()).add(f.who.host)
     several = [peer for peer, hosts in writers.items() if len(hosts) > 1]
-    if len(several) != 1 or (host := host_of.get(several[0])) is None or host in writers[several[0]]:
+    own = [f for f in facts if f.fields["peer"] != several[0]] if len(several) == 1 else []
+    # without the address of a host: the one that alone lost another one
+    alone = {f.who.host or f.who.label for f in own}
+    alone = min(alone) if len(alone) == 1 else ""
+    if len(several) != 1 or not (host := host_of.get(several[0], alone)) or host in writers[several[0]]:
         return
-    own = [f for f in facts if f.fields["peer"] != several[0]]
-    if all(f.who.host == host or (not f.who.host and f.rank in found.on_host.get(host, ())) for f in own):
+    on_host = found.on_host.get(host, ())
+    if all((f.who.host or f.who.label) == host or (not f.who.host and f.rank in on_host) for f in own):
         found.facts = [f for f in found.facts if f.name != name or f.fields.get("peer", several[0]) == several[0]]
         for f in (f for f in facts if f.fields["peer"] == several[0]):
             f.fields["ends"] = f" at {host} first"

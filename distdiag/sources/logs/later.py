@@ -52,6 +52,7 @@ _SHOWN = bounded(r"\D{0,30}\d{1,12}(?:\D{1,40}\d{1,12})?")  # how far it is
 _NO_PROGRESS = bounded(
     r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b|\bResult\(metrics="
 )
+_RULE = bounded(r"^(?:\[[^\]]*\]:? ?|(?:Rank )?\d{1,6}: )?[^\w`]*$")  # a line that only separates others
 _OF_LIBRARY = bounded(
     r"NCCL INFO|\.(?:cpp|cc):\d|Missing ranks:|/site-packages/|WARN|[Ww]arning\b|OMP_NUM_THREADS"
 )  # not a line of the program
@@ -93,7 +94,7 @@ _WELL = (
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)\[?exiting program (?:after \d{1,12} (?:iterations|minutes)|at iteration \d{1,12})(?:\]|\W{0,3}$)")),  # Megatron
     # fairseq; torchvision and DETR, detectron2; YOLO
-    ("file", bounded(r"(?i:\b(?:done|finished|completed) training\b)(?! (?:iter|epoch|step))|(?:^|[\]:|)>-] ?)(?:(?:Total )?[Tt]raining time:? |Overall training speed: \d{1,12} iterations in )\d{0,4}\D{0,8}\d{1,4}:\d\d:\d\d\b|\b\d{1,6} epochs completed in \d" + _BUT)),
+    ("file", bounded(r"(?i:\b(?:done|finished|completed) training\b)(?! (?:iter|epoch|step))|(?:^|[\]:|)>-] ?)(?:(?:Total )?[Tt]raining time:? |[Dd]one in |Overall training speed: \d{1,12} iterations in )\d{0,4}\D{0,8}\d{1,4}:\d\d:\d\d\b|\b\d{1,6} epochs completed in \d" + _BUT)),
     ("part", bounded(r"(?i:\btrain\w{0,3}(?: progress)?|\bepochs?|\bsteps?)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of a loop
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
@@ -267,7 +268,11 @@ class Later:
 
     def _said(self, key: tuple[Path, int | None, int | None], text: str, before: bool) -> None:
         """Keep a line that is no error: the last one of a process, and its last one before a failure, unless it went on after that."""
-        if (before or key not in self.said) and _NO_PROGRESS.search(text) is None and "File " not in text:
+        if (
+            (before or key not in self.said)
+            and _NO_PROGRESS.search(text) is None
+            and not ("File " in text or _RULE.match(text))
+        ):
             self.said.setdefault(key, text)
             if before and _OF_LIBRARY.search(text) is None:
                 self.earlier.setdefault(key, "" if key in self.stepped else text)

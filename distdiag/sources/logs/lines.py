@@ -155,7 +155,8 @@ class Bounds:
             if group.traceback and i > first and kept[-1:] != [i - first - 1]:
                 kept.append(i - first - 1)  # the line before it may show when
             kept.append(i - first)
-            self._after = max(self._after, i + group.lines_after)
+            ends_open = group.strong and raws[i - first].endswith((b":", b":\r"))  # the rest of its message follows
+            self._after = max(self._after, i + max(group.lines_after, LINES_AFTER * ends_open))
             self._near = max(self._near, i + NEAR_LINES * group.begins)
         if weak is not None and (not kept or kept[-1] < weak):
             kept.append(weak)

@@ -247,7 +247,7 @@ def _counts(facts: list[Fact]) -> Finding:
     if len(set(known.values())) > 1:
         texts = [f"{n:,} on {rank_list([r for r, m in known.items() if m == n])}" for n in sorted(set(known.values()))]
         culprits = fewer([r for r, m in known.items() if m == n] for n in set(known.values()))
-        message = f"the wrapped model differs: DDP found {', '.join(texts)} parameters"
+        message = f"the wrapped model differs: DDP found {', '.join(texts).replace(' on', ' parameters on', 1)}"
         advice = "build the same model on every rank: the same arguments, and the same parameters with requires_grad"
         return _model(facts, message, advice, proved=True, culprits=culprits)
     odd = sorted({int(f.fields["b"]): f.number("nb") or 0 for f in facts}.items())

@@ -79,7 +79,7 @@ def _could_not_connect(fact: Fact) -> bool:
 _LATE, _LOST, _SET = "timeout/late_rank", "rank_lost/silent", "rank_lost/configuration"
 _GLOO = "a gloo collective timed out{after}: {who} waited in it{at}"
 _HCCL = "{who} waited in HCCL{at} for a connection that the rank at the other end did not make in time"
-_MESH = "gloo on {who}{on} could not connect to every other rank: {reason}"
+_MESH = "gloo on {who}{on} could not connect to every other rank (gloo's reason: {reason})"
 _SHARED = "give gloo the interface that the nodes share (GLOO_SOCKET_IFNAME=eth0): a host name that resolves to 127.0.1.1 is the most common reason"
 _ITSELF = "gloo on {who}{on} could not connect to a rank at {peer}, an address by which each host means itself"
 _OWN_NAME = "{there} own host name must lead to an address that the others reach: `getent hosts $(hostname)` must not print 127.* (/etc/hosts); or set GLOO_SOCKET_IFNAME on all nodes to the interface that they share"
@@ -283,7 +283,8 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
     for row in rows:
         names = row.names.split()
         facts = [f for name in names for f in found.named(name) if row.pick(f)]
-        facts.sort(key=lambda f: f.fields.get("status") == "5")  # flushed: another completion has the reason
+        # flushed: another completion has the reason; logged by oneCCL: the exception says more
+        facts.sort(key=lambda f: f.fields.get("status") == "5" or "|CCL_ERROR|" in f.text)
         if any(f.name != "nccl_warning" and not OTHER_ENDED.search(f.text) for f in facts):
             facts = [f for f in facts if not OTHER_ENDED.search(f.text)]  # the rest only follows from another's failure
         if facts and row.when(facts):
@@ -351,8 +352,9 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     """Return what a row's text may name: the first fact's fields, and what all facts together give."""
     first, by = facts[0].fields, facts[0].who
     out = Fields({k: shortened(v, 160 if k == "what" else 120) for f in reversed(facts) for k, v in f.fields.items()})
+    by_ranks = [f for f in facts if f.rank is not None and not f.of_node] or facts  # whom the text names
     peers = [
-        p for f in facts if (p := f.fields.get("peer", "").rstrip(".,")) and (p not in HERE or "of_host" in f.fields)
+        p for f in by_ranks if (p := f.fields.get("peer", "").rstrip(".,")) and (p not in HERE or "of_host" in f.fields)
     ]
     of_host = {f.fields.get("peer"): f.fields.get("of_host", "") for f in facts}
     named = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]

@@ -16,7 +16,7 @@ GROWN = 1.25  # of the host memory in use: its last to its first value
 FACTOR = 1.5  # of the slowest to the fastest rank, of iterations to those before, of the most memory to the next
 REPORT_LINES = 16  # one report lists no more than the five worst and best ranks, and headings
 LEAST = 3  # reports; iterations before and after, apart from the first one
-_RANK = bounded(r"\brank=(\d{1,7})")
+_RANK = bounded(r"(?:\brank=|\()(\d{1,7})")
 KEPT = 512  # of one series: the first and the last ones
 _COST = "all ranks wait for it in every step"
 _CLOCK = "see why that GPU is clocked down (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER` on its node: heat, a power limit); repair it, or take the node out"
@@ -81,11 +81,13 @@ def _reports(series: Sequence[Fact]) -> list[tuple[set[int], list[Fact]]]:
     reports: list[tuple[set[int], list[Fact]]] = []
     for f in series:
         last = reports[-1][1][-1] if reports else None
-        if last is None or "over" in last.fields or f.line - last.line > REPORT_LINES:
+        # its warning comes before its scores, or after them
+        over = last is not None and "ranks" in last.fields and "r" in f.fields and "r" in reports[-1][1][0].fields
+        if last is None or over or "over" in last.fields or f.line - last.line > REPORT_LINES:
             reports.append((set(), []))
         reports[-1][1].append(f)
         named = f.fields.get("ranks", "")
-        reports[-1][0].update(map(int, _RANK.findall(named)) if "rank=" in named else numbers(named))
+        reports[-1][0].update(map(int, _RANK.findall(named) or numbers(named)))
     return reports[-LEAST:]
 
 

@@ -137,7 +137,8 @@ class Tracebacks:
         # of a checkpoint's exception: the ranks that it lists, those whose tracebacks it has, and what these raised
         self._listed, self._of_rank, self._raised = set[int](), set[int](), list[Fact]()
         self._announced = -1, -1  # the rank that a logger's line reports to have failed, and which line
-        self._ignored = self._warned = -1  # lines before a traceback
+        self._ignored = -1  # the line before a traceback
+        self._warned: tuple[tuple[object, ...], int] = (), -1  # whose line, and which, is before a traceback
         # the last report of an error: its source, line and time
         self._timed: tuple[object, int, tuple[str, float] | None] = None, -1, None
         self._exceptions: dict[tuple[object, ...], Fact] = {}  # the last one of each process
@@ -189,7 +190,8 @@ class Tracebacks:
     def _goes_on(self, line: Line) -> bool:
         """True if the line continues the message of an exception."""
         unended, order = self._unended.pop(line.source, (None, -2))
-        if unended is None or line.order - order > len(self._traces) + 1:
+        others = LINES_BEFORE * (line.source != _anonymous(line))  # of other ranks, between lines that name theirs
+        if unended is None or line.order - order > len(self._traces) + 1 + others:
             return False
         text = PREFIX.sub("", line.text).strip()
         if unended.name == "jax_barrier":
@@ -223,7 +225,7 @@ class Tracebacks:
         if "ank" in text and (of_logger := _ANNOUNCES.search(text)) is not None:
             self._announced = int(of_logger["rank"]), line.order
         if _WARNS.search(text) is not None or PASSES_OVER.search(text) is not None:
-            self._warned = line.order
+            self._warned = source, line.order
         if (found := _SPAWNED.search(text)) is not None:
             self._spawned = int(found[1])
             return True
@@ -240,7 +242,8 @@ class Tracebacks:
         if self._timed[:2] == (line.source, line.order - 1):  # of the program's own log, which has this traceback
             trace.at, trace.logged = self._timed[2], True
         trace.ignored = line.order == self._ignored + 1
-        trace.warned = line.order == self._warned + 1
+        by, warned_at = self._warned
+        trace.warned = line.order == warned_at + 1 and not _differ(by, line.source)
         self._traces[line.source] = self._traces[_anonymous(line)] = trace  # its other lines may have no prefix
         self._spawned = None
 
@@ -386,6 +389,11 @@ class Tracebacks:
 def _anonymous(line: Line) -> tuple[object, ...]:
     """Return the source of a line that has only its launcher's label."""
     return source_of(line.path, Writer(label=line.who.label))
+
+
+def _differ(a: tuple[object, ...], b: tuple[object, ...]) -> bool:
+    """True if both sources name a process, and not the same one."""
+    return any(x != y and not {x, y} & {None, ""} for x, y in zip(a, b, strict=True))
 
 
 def _helper(frames: Iterable[dict[str, object]]) -> str:

@@ -331,9 +331,7 @@ def _hung(found: Collected) -> list[Finding]:
             continue
         did = "made no step" if pace.end_s > pace.last_s else "wrote nothing"
         until = " before Slurm stopped it" if stop is not None else ""
-        message = (
-            f"the job {did} for {rough_time(silent_s)}{until}, after a step every {rough_time(pace.longest_s)} at most"
-        )
+        message = f"the job {did} for {rough_time(silent_s)}{until}, after a line on its steps every {rough_time(pace.longest_s)} at most"
         if not pace.retries or len(found.files) > 1:
             if stop is None:
                 continue

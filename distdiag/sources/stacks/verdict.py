@@ -6,6 +6,7 @@ newest: ranks in different operations, or some in one and one elsewhere, are *su
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ from distdiag.terms.untrusted import visible
 
 SETTLED_S = 60.0  # the snapshot counts as stable: what has not moved between two samples
 SHOWN = 4  # places in one message
+_ASSUMED = re.compile(rf" \({DEFAULT_GROUP}\)|(?<=\(){DEFAULT_GROUP}[,;] ")  # no stack names it
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: without_monitor(a.do) for a in ACTIVITIES if a.do}
 _DO_FEED = "see what {what} waits for{site}: give its I/O a timeout, and let it put its error into the queue"
@@ -142,7 +144,8 @@ def findings(seen: Mapping[int, Seen], source: Source = no_source) -> list[Findi
     if not found:
         found = list(_silent(s, graph)) or list(_stalls(s, graph, seen, source))
     logs = {q: x.position.site for q, x in seen.items() if x.position is not None and x.position.logs}
-    return [_of_log(f, logs) for f in found or _no_sink(s, seen, source)]
+    found = [_of_log(f, logs) for f in found or _no_sink(s, seen, source)]
+    return [replace(f, message=_ASSUMED.sub("", f.message), advice=_ASSUMED.sub("", f.advice)) for f in found]
 
 
 def _of_log(f: Finding, logs: Mapping[int, Site | None]) -> Finding:
@@ -366,7 +369,7 @@ def _call(s: Snapshot, rank: int) -> Call:
 
 
 def _unnumbered(call: Call) -> Call:
-    return replace(call, seq=None)
+    return replace(call, seq=None, group="" if call.group == DEFAULT_GROUP else call.group)
 
 
 def _op(call: Call) -> str:

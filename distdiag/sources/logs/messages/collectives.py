@@ -28,7 +28,7 @@ MESSAGES = (
     ),
     message("load_wait", W, ("ranks that didn", r"could finish the model loading, but there are other ranks that didn't finish loading")),
     message("hccl_socket", W, ("Getting socket times out", r"Getting socket times out")),
-    message("hccl_wait", W, ("from remote rank", r"has not received the Notify record from remote rank:? ?\[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?(?:.{0,600}?\bgroup:\[(?P<group>(?!hccl_world)[\w.-]{1,120})\])?"),
+    message("hccl_wait", W, ("from remote rank", r"has not received the Notify record from remote rank:? ?\[(?P<awaited>\d+)\](?:.{0,120}?tag\[(?P<tag>[A-Za-z]+))?(?:.{0,600}?\bgroup:\[(?P<group>(?!hccl_world)[\w.-]{1,120})\](?:.{0,200}?\brankId\[(?P<own>\d{1,6}) )?)?"),
        ("wait socket establish timeout", r"wait socket establish timeout, role\[\d\] rank\[(?P<awaited>\d+)\]"),
        ("dst_rank[", r"\brank\[(?P<own>\d+)\]-.{0,160}?\bdst_rank\[(?P<awaited>\d+)\]")),
     message("hccl_heartbeat", H, ("Heartbeat Lost", r"Location\[IP/ID\]:\[(?P<host>[\w.:]{1,60})/(?P<device>\d+)\]")),

@@ -32,7 +32,7 @@ MESSAGES = (
     message("dist_error", V),
     message("pipe_lost", V),
     message("nccl_error", V, ("|CCL_ERROR|", r"\|CCL_ERROR\| (?P<what>.{1,160})"),
-       ("oneCCL: ", r"(?P<what>oneCCL: .{1,160})"),
+       ("oneCCL: ", r"oneCCL: (?:.{1,160}? EXCEPTION: )?(?P<what>.{1,160})"),
        (", error code is ", r"(?P<what>(?:Hccl|[Aa]cl)\w+(?:\([^)]{0,300}\)+)?, error code is \d+)"),
        ("operator name is Hccl", r"operator name is (?P<what>Hccl\w+)"),
        ("NCCL Error ", r"NCCL Error \d+: (?P<what>(?!unhandled cuda|invalid)[^,]{1,120})"),

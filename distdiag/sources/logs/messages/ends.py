@@ -24,7 +24,7 @@ MESSAGES = (
        (" in comm ", r"Abort\(\d+\) on node \d+ \(rank (?P<r>\d+) in comm \d+\): (?P<how>.{1,160})"),
        ("An error occurred in MPI_", r"\*\*\* (?P<how>An error occurred in MPI_\w+)"), launcher="mpi"),
     message("node_lost", C, ("Remote daemon: ", r"Remote daemon: \[\S{1,200}\] on node (?P<node>\S+)"),
-       ("its node has died", r"(?:The actor )?died because its node has died\. Node Id: (?P<node>\w{1,12})"),
+       ("its node has died", r"(?:The actor )?(?:died|is dead) because its node has died\. Node Id: (?P<node>\w{1,12})"),
        ("has been marked dead", r"The node with node id: \w+ and address: (?P<node>[\w.:-]+).{0,120} has been marked dead"),
        ("  pod/", r"(?:NodeNotReady|TaintManagerEviction)\s{1,20}pod/(?P<pod>\S+)"),
        ("Host EC", r"Host EC2 \(instance (?P<node>i-\w{1,40})\) terminated"),
