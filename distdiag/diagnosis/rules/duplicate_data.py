@@ -17,9 +17,10 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Loader, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Loader, RankState, Snapshot
 from distdiag.diagnosis.replicas import limits as averaged
-from distdiag.diagnosis.text.phrases import wheres
+from distdiag.diagnosis.replicas import samples_of
+from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import NOT_ONE_MODEL
 from distdiag.terms.operations import family
@@ -48,6 +49,7 @@ limits = Limits()
 SPLIT = 1 << 33  # bit of a data set's index: it is a Subset
 BY_INDEX = 1 << 32  # bit of the number of a sampled epoch: its samples are what the sampler has drawn
 _EXCHANGES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
+_OF_PARTS = ("all_to_all", "send", "recv")  # the others also serve ranks that each have their own batches
 _REPEATED = "{repeated} of {world} ranks train on what another rank trains on"
 SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same batches{site}{also}", _REPEATED,
     "{do}", proved=True)  # fmt: skip
@@ -134,10 +136,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
             "the ranks use smaller groups, as model-parallel ranks do, which read the same batches by design"
         )
     elif len(loaders) < 2 and (n := _equal_losses(s)):
-        shared = _exchanged(s)
-        if shared:
+        if shared := next(_exchanged(s, s.ranks, _EXCHANGES), None):
             yield Abstained(
-                f"losses are equal, but the ranks exchange tensors in their steps ({shared}), of which all may compute one loss"
+                f"losses are equal, but the ranks exchange tensors in their steps ({shared[1].op}), of which all may compute one loss"
             )
         else:
             yield _found(EQUAL_LOSSES, s, {}, sorted(s.ranks), n=n, do=_DO["fed"], repeated=len(s.ranks) - 1)
@@ -279,6 +280,32 @@ def _split(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> b
     return len(losses) < limits.times or any(len(set(x)) > 1 for x in losses)
 
 
+def _by_design(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> Abstained | None:
+    """Return why ranks whose loaders give the same may train on other data, or on parts of one model; None if they do not."""
+    if _split(s, loaders, ranks):
+        return Abstained(
+            "the loaders give the same batches, and the model of each rank gets a part of each", checked=True
+        )
+    of_steps = (c for r, c in _exchanged(s, ranks, _OF_PARTS) if c.site is None or r.sites.get(c.site.key, 0) >= r.step)
+    own = {of[0].key & 0xFFFFFFFF for q in ranks if (of := samples_of(s.ranks[q], "outside_ddp"))}
+    why = ""
+    if call := next(of_steps, None):
+        why = f"the ranks exchange data within a step, as ranks that split sequences or tables do: {call.op}{at(call.site)}"
+    elif len(own) > 1:
+        why = "each rank has parameters of its own outside DDP, as ranks that split tables do"
+    elif any(_part_known(s.ranks[q]) for q in ranks):
+        why = "the calls that are known are not all of a step: others may exchange its data"
+    return Abstained(why, cause=SAME_BATCHES.cause) if why else None
+
+
+def _part_known(r: RankState) -> bool:
+    """True if the known calls do not reach back over a step, and lines that are called in each step are not among them."""
+    if len(r.steps) < 2 or not r.calls or (r.calls[0].entered_s or 0.0) <= r.steps[-2].end_s:
+        return False
+    known = {c.site.key for c in r.calls if c.site is not None}
+    return any(n >= r.step and key not in known for key, n in r.sites.items())
+
+
 def _losses(s: Snapshot, ranks: Iterable[int]) -> list[tuple[float, ...]]:
     """Return the losses of these ranks in each step in which all of them are known."""
     losses = by_step({q: {x.step: x.loss for x in s.ranks[q].steps if x.loss is not None} for q in ranks})
@@ -293,9 +320,8 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         yield from _shifted(s, loaders)
         return
     ranks = tuple(sorted(q for g in groups for q in g))
-    if _split(s, loaders, ranks):
-        why = "the loaders give the same batches, and the model of each rank gets a part of each"
-        yield Abstained(why, checked=True)
+    if why := _by_design(s, loaders, ranks):
+        yield why
         return
     mine = [loaders[q] for q in ranks]
     # only the labels: the same samples, augmented by each rank, or others whose labels follow a pattern
@@ -383,13 +409,16 @@ def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         found.append(q)
     several = [g for g in groups if len(g) > 1]
     ranks = sorted(q for g in several for q in g)
-    if ranks and not _split(s, loaders, ranks):
+    if ranks and (design := _by_design(s, loaders, ranks)):
+        yield design
+        return
+    if ranks:
         mine = loaders[ranks[0]]
         do = "sampler" if mine.distributed_sampler else "iterable" if mine.dataset_length is None else "no sampler"
         same, also, n = rank_list(several[0]), _also(several), max(map(len, several))
         yield _found(SAME_SAMPLES, s, loaders, ranks, same=same, also=also, times=n, do=_DO[do])
         return
-    if not ranks and all(n == 1 for mine in times.values() for n in mine.values()):
+    if all(n == 1 for mine in times.values() for n in mine.values()):
         readers = Counter(itertools.chain.from_iterable(times.values()))
         lowest = sorted(readers)[: min(map(len, times.values()))]
         n = sum(readers[x] > 1 for x in lowest)
@@ -487,18 +516,17 @@ def _equal_losses(s: Snapshot) -> int:
     return len(losses) if len({x[0] for x in losses}) >= limits.losses else 0
 
 
-def _exchanged(s: Snapshot) -> str:
-    """Return the operation by which a rank got more than metrics from the others since its oldest step that is known; "" if none did.
+def _exchanged(s: Snapshot, ranks: Iterable[int], names: Collection[str]) -> Iterator[tuple[RankState, Call]]:
+    """Yield the calls of these operations, and their rank, that gave more than metrics since the rank's oldest step that is known.
 
     An all_reduce is that of the gradients.
     """
-    for r in s.ranks.values():
+    for r in (s.ranks[q] for q in ranks):
         since_s = r.steps[0].end_s if r.steps else 0.0
         for c in r.calls:
             known, large = family(c.op), c.bytes is None or c.bytes > averaged.metrics_bytes
-            if known is not None and known.name in _EXCHANGES and large and (c.entered_s or 0.0) >= since_s:
-                return c.op
-    return ""
+            if known is not None and known.name in names and large and (c.entered_s or 0.0) >= since_s:
+                yield r, c
 
 
 # -- the same work on every rank, without a process group -------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from distdiag.diagnosis.engine import Checks
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
-from distdiag.diagnosis.model.snapshot import Call, Group, Loader, RankState, Sample, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Group, Loader, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.rules import duplicate_data
 from distdiag.recorder import unseen
 from distdiag.recorder.hooks.epoch_samples import EpochSamples
@@ -554,6 +554,53 @@ def test_ranks_that_average_gradients_and_always_have_equal_losses_train_on_the_
     assert data(job(by_hand(0, [0.0] * 20), by_hand(1, [0.0] * 20)), None) == []
     # the ranks split a module: what they reduce are activations
     assert data(job(by_hand(0, mine, 3.0), by_hand(1, mine, 3.0)), None) == []
+
+
+EXCHANGE = Site("/job/model.py", 29, "forward")
+
+
+@pytest.mark.parametrize(
+    ("op", "n_bytes", "times", "vetoed"),
+    [
+        ("all_to_all_single", 8192, 200, True),
+        ("recv", 8192, 200, True),  # a ring
+        ("recv", 8, 200, False),  # a metric
+        ("all_to_all_single", 8192, 3, False),  # not in each step: between epochs, say
+        ("all_gather", 8192, 200, False),  # the features of a contrastive loss
+    ],
+)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_ranks_that_exchange_data_within_a_step_may_read_the_same_batches(
+    op: str, n_bytes: int, times: int, vetoed: bool, in_order: bool
+) -> None:
+    """Ranks that split sequences or tables, all of them in one group: each takes its part after the loader."""
+    samples = {"sampled_epoch": 1 << 32 | 1, "epoch_samples": hashed(range(99))}
+    same = loader(**({"first_fingerprints": prints(1)} if in_order else samples))
+    call = Call(op=op, group="default_pg", bytes=n_bytes, site=EXCHANGE, entered_s=1.0)
+    made = {"loaders": (same,), "steps": steps(), "calls": (call,), "sites": {EXCHANGE.key: times}}
+    outcomes = list(duplicate_data.evaluate(Facts(job(*(rank(q, **made) for q in range(2))))))
+    assert any(isinstance(x, Finding) for x in outcomes) is not vetoed
+    reasons = [x.reason for x in outcomes if isinstance(x, Abstained) and not x.checked]
+    assert not vetoed or any(f"{op} at model.py:29" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(("key", "vetoed"), [(7, True), (5, False)])
+def test_ranks_with_other_parameters_outside_ddp_may_read_the_same_batches(key: int, vetoed: bool) -> None:
+    ranks = (
+        rank(q, loaders=(loader(first_fingerprints=prints(1)),), samples=(Sample("outside_ddp", 2, 1.0, k),))
+        for q, k in enumerate((5, key))
+    )
+    assert (data(job(*ranks), PLAIN) == []) is vetoed
+
+
+@pytest.mark.parametrize(("since_s", "vetoed"), [(6.05, True), (5.0, False)])
+def test_calls_of_a_part_of_a_step_do_not_show_that_no_data_are_exchanged(since_s: float, vetoed: bool) -> None:
+    """Of a step with hundreds of calls only the newest are known; those at the line before them may be any."""
+    known = Site("/job/train.py", 9, "main")
+    call = Call(op="all_reduce", group="default_pg", bytes=8192, site=known, entered_s=since_s)
+    made = {"steps": steps(), "calls": (call,), "sites": {known.key: 200, EXCHANGE.key: 200}}
+    ranks = (rank(q, loaders=(loader(first_fingerprints=prints(1)),), **made) for q in range(2))
+    assert (data(job(*ranks), PLAIN) == []) is vetoed
 
 
 @pytest.mark.parametrize(
