@@ -126,7 +126,8 @@ def _growth(calls: list[Call]) -> tuple[int, int] | None:
 
 
 def _waited_s(calls: Iterable[Call]) -> float:
-    return sum(c.waited_s if c.asynchronous else (c.completed_s or 0.0) - (c.entered_s or 0.0) for c in calls)
+    # messages are under way side by side
+    return sum(c.waited_s if c.asynchronous or c.p2p else (c.completed_s or 0.0) - (c.entered_s or 0.0) for c in calls)
 
 
 def _counted_as(site: Site, source: Source) -> str:
@@ -169,15 +170,15 @@ _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: x.again, AGAIN),
     (lambda x: x.grew is not None, HISTORY),
     (lambda x: ".backward(" in x.source and x.op.startswith("all_gather"), GATHERED_AGAIN),
-    (lambda x: ".backward(" in x.source, IN_BACKWARD),
+    (lambda x: ".backward(" in x.source and "reduce" in x.op, IN_BACKWARD),
     (lambda x: x.op == "barrier",
      "leave the barrier out of the loop: a collective that follows waits for all ranks by itself"),
     (lambda x: _FULL_TENSOR in x.source, ON_SHARDS),
     (lambda x: _OBJECTS in x.source,
      "exchange tensors instead of pickled objects (all_gather_into_tensor of numbers, padded to one size), and less often"),
     (lambda x: x.mean_bytes < limits.small_bytes and (x.per_step or math.inf) >= limits.several,
-     "put the tensors of a step into one and reduce that in one call: small calls cost their latency, not their bytes"),
-    (lambda x: x.mean_bytes < limits.small_bytes,
+     "put the tensors of a step into one and send that in one call: small calls cost their latency, not their bytes"),
+    (lambda x: x.mean_bytes < limits.small_bytes and "reduce" in x.op,
      "add up on each rank, and call it every n-th step only"),
     (lambda x: x.asynchronous, "call it less often, send less (a lower precision, what has changed), or compute more before it is waited for"),
     (lambda x: True,

@@ -318,7 +318,7 @@ class SampleKind(IntEnum):
     # of the optimizer's first group whose rate is not 0, where a checksum is taken (all are 0, and others step: none); its key: how often
     # the compared parameters were written in place so far (low 32 bits), whether parameters are sharded (bit 32), a hash of the groups' sizes
     LEARNING_RATE = 9
-    # checksum of the buffers that are saved with the model, without running statistics; `name`: of the first of them
+    # checksum of the buffers that are saved with the model, without running statistics; `name`: of the only one, or how many
     STATE = 18
     # number of the optimizer's trained parameters that had no gradient at any sampled step, or of all if none has one now; its key is
     # the number of all (low 32 bits; 0: the same), and the share of their elements, in millionths; `name`: the first one's shape
@@ -330,7 +330,7 @@ class SampleKind(IntEnum):
     # without DDP: checksum of the parameters of all modules of a class, `name`; also of before the first step. Its key: how many; bit 32: all
     # begin with one value in all their elements; bit 33: all have sparse gradients; from bit 34 on: their elements
     LAYERS = 22
-    # checksum of parameters of DDP's modules that no gradient trains, or that were put there since DDP was built; `name`: the first of them
+    # checksum of parameters of DDP's modules that no gradient trains, or that were put there since DDP was built; `name`: as of STATE
     FROZEN = 27
     UNTRAINED = 21  # checksum of parameters of modules outside DDP that a step calls and no gradient trains; `name`: these modules
     # number of parameters whose autograd node is no longer that on which DDP has put its hook; the key: of how many; `name`: the first

@@ -68,7 +68,7 @@ _NO_SYNC = (
 _COMM_OF = {"allgather": _SHARDED, "reducescatter": _SHARDED, "alltoall": _EXPERTS, "sendrecv": _STAGES}
 _MEASURE = "; `distdiag probe` measures what the network can do"
 _SMALL = (
-    "put the tensors of a step into one and reduce that in one call: small calls cost their latency, not their bytes; "
+    "put the tensors of a step into one and send that in one call: small calls cost their latency, not their bytes; "
     "`distdiag probe` measures it"
 )
 _SYNCS = "keep rank {late}{where} from waiting for its device so often: no `.item()`, `.cpu()` or printed tensor for each parameter or batch"

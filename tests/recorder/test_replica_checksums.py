@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distdiag.page.layout import Phase, SampleKind, word
 from distdiag.recorder import unseen
 from distdiag.recorder.hooks.collectives import Collectives
-from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums, _Compared, _counted, _untrained
+from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums, _Compared, _counted, _one_of, _untrained
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 
 
@@ -68,13 +68,22 @@ def test_buffers_that_ddp_leaves_alone_and_running_statistics_are_no_state() -> 
                 self.register_buffer(name, torch.ones(2))
             self.register_buffer("drawn", torch.ones(2), persistent=False)
 
-    ddp = SimpleNamespace(module=nn.Sequential(Codes(), nn.BatchNorm1d(2)), parameters_to_ignore=["0.own"])
+    class FakeQuant(Codes):
+        """What an observer finds in each rank's own batches."""
+
+    ddp = SimpleNamespace(module=nn.Sequential(Codes(), nn.BatchNorm1d(2), FakeQuant()), parameters_to_ignore=["0.own"])
     model: Any = SimpleNamespace(ref=lambda: ddp, buffer_places=None)
     checksums = ReplicaChecksums(*[SimpleNamespace(models={0: model})] * 2)  # type: ignore[arg-type]
     found = checksums._buffers(model)
-    assert len(found) == 5 and [name for _, name in found if name] == ["0.codes"]
+    assert len(found) == 9 and [name for _, name in found if name] == ["0.codes"]
     ddp.buffer_hook = "the job averages them"
     assert checksums._buffers(model) == []
+
+
+def test_a_checksum_of_several_buffers_names_none_of_them() -> None:
+    assert _one_of(["vq.codes"]) == "vq.codes"
+    assert _one_of(["0.scale", "0.usage", "1.scale", "1.usage"]) == "one or more of 4: scale, usage"
+    assert _one_of([f"0.{x}" for x in "abcdef"]) == "one or more of 6: a, b, c, d, …"
 
 
 def test_parameters_of_a_model_that_no_gradient_trains_are_sampled_the_rarest_first() -> None:

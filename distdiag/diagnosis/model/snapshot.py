@@ -79,7 +79,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=Tr
     entered_s: Seconds | None = None
     completed_s: Seconds | None = None  # None: in flight
     asynchronous: bool = False  # async_op=True, or a functional collective: the host did not wait at the call
-    waited_s: float = 0.0  # of an asynchronous call: how long the host has waited for it, at another line
+    waited_s: float = 0.0  # of an asynchronous call, or a message: how long the host has waited for it
     failed: bool = False  # it raised in the host
     started: bool | None = None  # the device has begun it; None where the recorder did not time it
     timed_out: bool = False  # given up by the backend's watchdog

@@ -190,9 +190,9 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     steps = differing(limits.buffers_relative) if is_buffers else []
     mild = is_buffers and not steps  # statistics of different batches differ a little from the first step on
     steps = steps or differing(limits.relative)
-    if len(steps) < limits.samples or steps[-limits.samples :] != common[-limits.samples :]:
-        finite = [k for k in common if all(map(math.isfinite, sums[k].values()))]
-        if not finite:
+    over = kind_of == "state" and _over(facts, steps, common)
+    if len(steps) < limits.samples or not (over or steps[-limits.samples :] == common[-limits.samples :]):
+        if not (finite := [k for k in common if all(map(math.isfinite, sums[k].values()))]):
             return abstained(f"no checksum of {named} is finite")
         return abstained(_agree(named, finite, len({*steps} & {*finite})), checked=True)
     # later ones may be NaN on all ranks, which says nothing
@@ -213,8 +213,9 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
             return abstained(why, checked=True)
         return abstained(f"{named} agreed before the first step and differ since: each rank may have its own by intent")
     if cause == "overwritten":
-        name = next(reversed(sampled(s, kind_of))).name
-        return OVERWRITTEN(victims=ranks, names=(name,), step=steps[0], name=name)
+        name, severity = next(reversed(sampled(s, kind_of))).name, Severity.INFO if over else None
+        seen = f", at {len(steps)} of {counted(len(common), 'step')} that were compared, but not at the newest two"
+        return OVERWRITTEN(victims=ranks, step=steps[0], name=name, passed=seen if over else "", severity=severity)
     distances = [spread(sums[k]) for k in steps]
     move_apart = min(distances) < limits.constant * max(distances) if common[0] else steps[0]
     if cause == "different_init" and not began_equal and move_apart:
@@ -224,6 +225,13 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     local = cause in ("unequal", "gradients_not_synced") and _local_gradients(s, steps)
     equal = 0 if cause == "outside_fsdp" else max((k for k in common if k < steps[0]), default=None)
     return _finding(facts, "mild" if mild else cause, steps, sums[steps[-1]], equal, began_equal, local)
+
+
+def _over(facts: Facts, steps: list[int], common: list[int]) -> bool:
+    """True if a warning of overwritten buffers is to be an info since they are equal: statistics of own batches may be frozen later."""
+    told = any((f.kind, f.cause) == (kind.name, "buffers") for f in facts.reported)
+    equal = not {*steps} & {*common[-limits.samples :]}
+    return told and equal and _cause(facts.snapshot, "state", steps) == "overwritten"
 
 
 def _separate(s: Snapshot) -> str:
@@ -236,7 +244,7 @@ def _agree(named: str, compared: list[int], differing: int) -> str:
     """Return why there is no drift: of what, and at which steps, the checksums were compared."""
     n, newest = counted(len(compared), "step"), f"the newest is {compared[-1]:,}"
     if differing:
-        return f"the checksums of some elements of {named} differ at {differing} of {n} that were compared, but not at the newest two ({newest})"
+        return f"the checksums of some elements of {named} differ at {differing} of {n} that were compared, but not at both of the newest two ({newest})"
     return f"the checksums of some elements of {named} agree at {n} that were compared ({newest})"
 
 

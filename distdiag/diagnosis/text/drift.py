@@ -66,8 +66,8 @@ UNFROZEN = Template(
     "each rank trains these parameters on its own; only one of the replicas is saved",
     "unfreeze them before wrapping in DDP, or wrap the module again after it (and build a new optimizer)")  # fmt: skip
 OVERWRITTEN = Template(kind, "buffers",
-    "buffers that are saved with the model ({name}) differ between the ranks after their steps, since step {step} or earlier: each rank updates "
-    "them from its own batches, and DDP's next forward overwrites them with those of rank 0 (broadcast_buffers)",
+    "buffers that are saved with the model ({name}) differ between the ranks after their steps, since step {step} or earlier{passed}: each rank "
+    "updates them from its own batches, and DDP's next forward overwrites them with those of rank 0 (broadcast_buffers)",
     "what the other ranks add to these buffers is lost: they learn from the batches of rank 0 only",
     "all_reduce what updates these buffers (counts, sums, means) before the update; if the batches of rank 0 are enough for them, ignore this",
     severity=Severity.WARNING)  # fmt: skip

@@ -232,7 +232,7 @@ class RankHistory:
             failed=bool(flags & layout.FAILED_CALL),
             completed_s=None if flags & layout.FAILED_CALL else left_s,
             asynchronous=bool(flags & layout.ASYNC),
-            waited_s=rec.wait_ns / 1e9 if flags & layout.ASYNC else 0.0,
+            waited_s=rec.wait_ns / 1e9 if p2p or flags & layout.ASYNC else 0.0,
             other_thread=bool(flags & layout.OTHER_THREAD),
             on_device=on_device,
             left_s=left_s if on_device else None,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS, MODULES = 24, 32, 8
 CHANGED = 1 << 32  # key: this averaging has changed the parameters, as earlier ones have not
 NAMES = 4  # of parameters, in one sample
+OBSERVERS = ("observer", "fakequant", "fake_quant")  # in names of classes
 LAYERS_MOST = 512  # parameters whose classes of layers are sampled, after these steps
 LAYER_STEPS = (32, 64, 128)
 # Of the elements of a parameter. A plain sum may stay equal while they change: cross entropy moves the rows of the last layer in sum by 0.
@@ -182,9 +183,9 @@ class ReplicaChecksums:
             self._checksum(SampleKind.BUFFERS, [b for b, _ in buffers], step)
         kept = [(b, name) for b, name in buffers if name]
         if kept:
-            self._checksum(SampleKind.STATE, [b for b, _ in kept], step, name=kept[0][1])
+            self._checksum(SampleKind.STATE, [b for b, _ in kept], step, name=_one_of([name for _, name in kept]))
         if frozen := [x for m in models for x in _untrained(m)]:
-            self._checksum(SampleKind.FROZEN, [p for p, _ in frozen], step, name=frozen[0][1])
+            self._checksum(SampleKind.FROZEN, [p for p, _ in frozen], step, name=_one_of([name for _, name in frozen]))
         layers = [layer for m in models for layer in _mode_layers(m)]
         if layers:
             self.samples.write(SampleKind.EVAL_MODE, step, sum(not layer.training for layer in layers), len(layers))
@@ -574,8 +575,16 @@ def _counted(optimizer: Any, params: list[Any]) -> float | None:
 
 
 def _statistics(module: Any, name: str) -> bool:
-    """True for buffers that batches of any rank estimate well enough: those of batch norm, and of what is named like it."""
-    return isinstance(module, _NormBase) or name.startswith("running_")
+    """True for buffers that batches of any rank estimate well enough: those of batch norm, of observers of quantisation, and what is named so."""
+    observes = any(word in x.__name__.lower() for x in type(module).__mro__ for word in OBSERVERS)
+    return observes or isinstance(module, _NormBase) or name.startswith(("running_", "min_val", "max_val"))
+
+
+def _one_of(names: list[str]) -> str:
+    """Return the name of the only tensor of a checksum, or of how many one differs: a checksum does not tell which."""
+    last = [*dict.fromkeys(name.rpartition(".")[2] for name in names)]
+    kinds = ", ".join(last[:NAMES]) + (", …" if len(last) > NAMES else "")
+    return names[0] if len(names) == 1 else f"one or more of {len(names)}: {kinds}"
 
 
 def _shape(p: Any) -> str:

@@ -374,6 +374,8 @@ def test_the_line_that_costs_most_is_named() -> None:
         ({"op": "barrier", "n_bytes": 0, "per_step": 1, "wait_ms": 48.0}, "leave the barrier out"),
         ({"op": "all_gather", "site": Site("/job/objects.py", 3, "log")}, "instead of pickled objects"),
         ({"op": "reduce_scatter_tensor", "n_bytes": 1 << 19, "site": Site("/job/train.py", 2)}, "on larger blocks"),
+        ({"op": "scatter", "site": Site("/job/train.py", 2)}, "one call"),  # of what a loss has gathered
+        ({"op": "all_gather", "per_step": 1, "wait_ms": 48.0}, "call it less often, send less"),
     ],
 )
 def test_the_advice_fits_the_calls(of: dict[str, Any], advice: str) -> None:
@@ -403,6 +405,17 @@ def test_growing_calls_are_named_with_the_other_calls_of_their_line() -> None:
     assert "with 1 other call from there, takes 30 %" in f.message and "running sums" in str(f.advice)
     f = found(0)
     assert "ever more" not in f.message and "all_gather of 1.0 MiB" in f.message and "running sums" not in str(f.advice)
+
+
+def test_messages_that_are_under_way_side_by_side_do_not_wait_longer_than_a_step() -> None:
+    """Of those that a rank starts together it waits for the first, and the others are there then."""
+    calls = tuple(
+        Call(op="recv", group="default_pg", peer=1, nth=k + 1, bytes=65536, site=LINE, entered_s=4.0 + 0.1 * (k // 8),
+             completed_s=4.045 + 0.1 * (k // 8), waited_s=0.045 * (k % 8 == 0))
+        for k in range(160)
+    )  # fmt: skip
+    of = [rank(q, steps=steps(wait_ms=45.0, seed=q), calls=calls, sites={LINE.key: 800}) for q in range(2)]
+    assert "takes 46 %" in only(findings(job(*of, host_cpu_pct=40.0), comm_bound)).message
 
 
 @pytest.mark.parametrize(("waited_ms", "named"), [(6.0, True), (0.2, False)])

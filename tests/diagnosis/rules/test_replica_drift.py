@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.comparison import vetoed
+from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
@@ -681,7 +682,11 @@ def test_optimizers_of_which_one_has_loaded_its_state_are_the_reason(
     ("value", "reason", "checked"),
     [
         (lambda q, k: 1.0, "agree at 5 steps that were compared (the newest is 16)", True),
-        (lambda q, k: 1.0 + q * (k == 4), "differ at 1 of 5 steps that were compared, but not at the newest two", True),
+        (
+            lambda q, k: 1.0 + q * (k == 4),
+            "differ at 1 of 5 steps that were compared, but not at both of the newest two",
+            True,
+        ),
         (lambda q, k: math.nan, "no checksum of parameters is finite", False),
     ],
 )
@@ -836,6 +841,19 @@ def test_buffers_that_each_rank_updates_and_ddp_overwrites_are_reported(
     assert [f.cause for f in modes] == ["mode"], "a rank in eval mode updates nothing"
     if found:
         assert "(vq.codes) differ" in of[0].message and "overwrites them with those of rank 0" in of[0].message
+
+
+def test_buffers_that_are_equal_again_after_a_warning_are_an_info() -> None:
+    """As statistics of each rank's own batches that the script freezes later."""
+    engine, model = Diagnosis(lambda path: None), msgspec.structs.replace(MODEL, forwards=40, synced_backwards=40)
+    steps, told = (2, 4, 8, 16, 32), []
+    for n in (3, 4, 5):
+        values = [tuple(Sample("state", k, k + 0.1 * q * (k < 16), key=5) for k in steps[:n]) for q in range(2)]
+        ranks = (rank(q, step=steps[n - 1], models=(model,), samples=x) for q, x in enumerate(values))
+        engine.update(job(*ranks, t_s=10.0 * n))
+        told.append(only(of_kind(engine.findings, "replica_drift")))
+    assert [f.severity for f in told] == ["warning", "warning", "info"] and "compared" not in told[0].message
+    assert "at 3 of 5 steps that were compared, but not at the newest two" in told[2].message
 
 
 @pytest.mark.parametrize(
