@@ -325,7 +325,7 @@ def test_ranks_without_a_process_and_on_other_hosts(monkeypatch: pytest.MonkeyPa
     two = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "exp 7"}
     (job,) = here(monkeypatch, process(11, 1, rank(0, 2) | two))
     report = verdict.attach(job)
-    waits = "rank 0 waits in all_reduce (default_pg) at train.py:7 in fit, and the stacks of the ranks that it waits for are missing"
+    waits = "rank 0 waits in all_reduce at train.py:7 in fit, and the stacks of the ranks that it waits for are missing"
     assert report.unjudged == f"{waits}; 1 of 2 ranks are on other hosts"
     assert "on each of them run: distdiag attach --job 'exp 7'" in report.notes
     assert not report.findings

@@ -96,8 +96,9 @@ def test_parameters_of_a_model_that_no_gradient_trains_are_sampled_the_rarest_fi
 
     backbone = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))).requires_grad_(False)
     net = nn.Sequential(backbone, Codes(), Codes(), nn.Linear(2, 2))
+    kept = [*net.parameters()]  # as DDP does: their ids are not used again
     ddp = SimpleNamespace(module=net, parameters_to_ignore=["2.scale"])
-    model: Any = SimpleNamespace(ref=lambda: ddp, frozen_places=None, built_with=frozenset(map(id, net.parameters())))
+    model: Any = SimpleNamespace(ref=lambda: ddp, frozen_places=None, built_with=frozenset(map(id, kept)))
     net[1].codes.requires_grad_(False)
     net[1].scale = nn.Parameter(torch.ones(2))
     found = _untrained(model)
