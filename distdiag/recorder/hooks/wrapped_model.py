@@ -85,12 +85,18 @@ def watch_forward() -> EnteredModules | None:
     return EnteredModules()
 
 
+# Groups of modules that are gone, until the next module is wrapped. Who drops the last reference to a gloo group joins its thread without
+# releasing the GIL, for which that thread may wait, to free the tensors of its last operation: so not in the moment in which DDP ends.
+_parted: list[Any] = []
+
+
 class Model(ModelWords):
     """One DDP-wrapped module in this process."""
 
     def __init__(self, ddp: Any, slot: ModelSlot, recorder: state.Recorder) -> None:
         super().__init__()
         page = recorder.page
+        _parted.clear()
         self.ref = weakref.ref(ddp, self._gone)
         # its parameters and the owners of its buffers, once requested; freed with the module
         self.named: list[tuple[str, Any]] | None = None
@@ -133,5 +139,6 @@ class Model(ModelWords):
         return self.named
 
     def _gone(self, _: object) -> None:
+        _parted.append(self.pg)
         self.named = self.buffer_places = self.frozen_places = self.mode_layers = self.pg = None
         self.frozen, self.hooked, self.built_with = [], [], frozenset()
