@@ -2,7 +2,7 @@
 
 import sys
 
-if not sys.flags.safe_path:  # last, not first: the working directory may have a `click.py` of its own
+if not sys.flags.safe_path:  # our libraries before the working directory, which may have a `click.py`
     sys.path.append(sys.path.pop(0))
 
 from distdiag.cli import main

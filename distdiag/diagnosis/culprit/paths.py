@@ -232,7 +232,10 @@ def _sorts(path: _Path) -> tuple[list[Guard], ...]:
 
 def _innermost(path: _Path) -> Iterator[list[Guard]]:
     """Yield what leaves the innermost loop around a call, what leaves the loops around it if it is a `for`, which mostly ends by itself,
-    and the innermost loop that can have more rounds on one rank (not one over a model's blocks); nothing if an exception may have left it, or if a comprehension may make the call again."""
+    and the innermost loop that can have more rounds on one rank (not one over a model's blocks).
+
+    Nothing if an exception may have left it, or if a comprehension may make the call again.
+    """
     loops = [g for g in reversed(path.own) if g.kind is GuardKind.INSIDE]
     raised = any(isinstance(g.node, ast.ExceptHandler) for g in path.own)
     if not loops or raised or any(g.kind is GuardKind.REPEATED for g in (*path.common, *path.own)):

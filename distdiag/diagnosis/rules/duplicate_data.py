@@ -292,7 +292,7 @@ def _by_design(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) 
     if call := next(of_steps, None):
         why = f"the ranks exchange data within a step, as ranks that split sequences or tables do: {call.op}{at(call.site)}"
     elif len(own) > 1:
-        why = "each rank has parameters of its own outside DDP, as ranks that split tables do"
+        why = "each rank has parameters of its own outside DDP, as where tables are split over the ranks"
     elif any(_part_known(s.ranks[q]) for q in ranks):
         why = "the calls that are known are not all of a step: others may exchange its data"
     return Abstained(why, cause=SAME_BATCHES.cause) if why else None

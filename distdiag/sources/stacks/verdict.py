@@ -219,8 +219,7 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             missing = f"{keeps} waiting in {op}{at(call.site)}"
         waiting = sorted({*victims, *on_device - late.keys()})
         yield STALL(
-            cause=word if word in ("data", "checkpoint") else "user_code",
-            severity=Severity.INFO if moved else Severity.WARNING,
+            cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved else Severity.WARNING,
             culprits=ranks, victims=waiting, collective=_unnumbered(call) if call.op else None,
             where=(*(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), *workers_of(s.ranks, ranks)),
             waiting=wheres(s, waiting), worker=worker_text(first, _DOES["lock"] if held else "is") + feeds[0],
