@@ -189,10 +189,8 @@ def of_thread(rank: int, s: Snapshot) -> Why | None:
     if r.thread_share - usual < min(limits.thread, computed / 100):
         return None
     share, theirs = percent(r.thread_share), percent(usual)
-    return (
-        f"; its thread {r.thread!r} computes {share} of the time{at(r.thread_site)}, {theirs} on the others",
-        text.THREAD,
-    )
+    thread = f"its thread {r.thread!r} computes {share} of the time{at(r.thread_site)}, {theirs} on the others"
+    return f"; {thread}", text.THREAD
 
 
 def _more_data(one: Slow) -> Why | None:

@@ -413,13 +413,8 @@ class Case:
     def _rooted(self) -> tuple[str, list[float]]:
         """(the operation in which the slowest rank hands data out, ms that others waited for it in each); a flag or a metric is no data."""
         rank = self.slow.ranks[0]
-        rooted = {
-            (call.group, call.seq): op_name(call.op)
-            for call in self.snapshot.ranks[rank].calls
-            if call.root == rank
-            and op_name(call.op) in HANDING_OUT
-            and (call.bytes is None or call.bytes > averaged.metrics_bytes)
-        }
+        own = (call for call in self.snapshot.ranks[rank].calls if call.root == rank and averaged.is_data(call))
+        rooted = {(call.group, call.seq): op for call in own if (op := op_name(call.op)) in HANDING_OUT}
         late = [a for a in self.snapshot.arrivals if a.late_rank == rank]
         waited_ms = {a.seq: a.waited_ms for a in late if (a.group, a.seq) in rooted}
         return next(iter(rooted.values()), ""), list(waited_ms.values())

@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -458,23 +459,19 @@ def _common(a: dict[int, int], b: dict[int, int]) -> float:
 
 def _passes(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:
     """Yield that the samplers of all ranks shuffle each pass over the data in the same order, or what is known of the order."""
+    abstained = partial(Abstained, cause=SAME_ORDER.cause)
     shuffled = [x for x in loaders.values() if x.distributed_sampler and x.shuffle]
+    known = (x for x in shuffled if _comparable(x.first_fingerprints) and _comparable(x.previous_fingerprints))
     same = sorted(q for q, x in loaders.items() if _same_order(x))
     if any(x.iterations_started < 2 for x in shuffled):
-        yield Abstained("no second pass over the data has begun", cause=SAME_ORDER.cause)
+        yield abstained("no second pass over the data has begun")
     elif same and len(same) == len(loaders):
         yield _found(SAME_ORDER, s, loaders, same, epoch=loaders[same[0]].sampler_epoch)
-    elif any(
-        _comparable(x.first_fingerprints) and _comparable(x.previous_fingerprints) and not _same_order(x)
-        for x in shuffled
-    ):
-        yield Abstained(
-            "a pass over the data began with other batches than the one before", checked=True, cause=SAME_ORDER.cause
-        )
+    elif any(not _same_order(x) for x in known):
+        yield abstained("a pass over the data began with other batches than the one before", checked=True)
     elif shuffled:
-        yield Abstained(
-            "the first batches of two passes over the data have no fingerprints yet, or no tensor that has one",
-            cause=SAME_ORDER.cause,
+        yield abstained(
+            "the first batches of two passes over the data have no fingerprints yet, or no tensor that has one"
         )
 
 
@@ -524,8 +521,8 @@ def _exchanged(s: Snapshot, ranks: Iterable[int], names: Collection[str]) -> Ite
     for r in (s.ranks[q] for q in ranks):
         since_s = r.steps[0].end_s if r.steps else 0.0
         for c in r.calls:
-            known, large = family(c.op), c.bytes is None or c.bytes > averaged.metrics_bytes
-            if known is not None and known.name in names and large and (c.entered_s or 0.0) >= since_s:
+            known = family(c.op)
+            if known is not None and known.name in names and averaged.is_data(c) and (c.entered_s or 0.0) >= since_s:
                 yield r, c
 
 

@@ -128,12 +128,12 @@ def _lost(facts: Facts) -> Finding:
     code = "" if killed or first.exception else line_at(first.current_site, facts.source)
     elsewhere = bool(code) and not _EXITS.search(code)  # another thread ended the process
     left = paths.enclosing(first.current_site, facts.source) if code and not elsewhere else None
+    exits = _exit_call(facts, first) if elsewhere else None
     state = "killed" if killed else "crashed"
     shown = (known(first) or ("",))[0]
     condition = f", under `{left.text}` at line {left.line}" if left is not None else f"; {shown}" if shown else ""
     if elsewhere:
         condition = f" and no exception; its main thread was last seen{at(first.current_site)}"
-        exits = _exit_call(facts, first)
         condition += f"; {site_text(exits)} calls os._exit({first.exit_code})" if exits is not None else ""
     of_memory = [
         f for f in facts.reported if (f.kind, f.cause) == (kinds.MEMORY.name, "growth") and first.rank in f.culprits
@@ -152,7 +152,8 @@ def _lost(facts: Facts) -> Finding:
         site=None if elsewhere else first.current_site, condition=condition,
         cost="the job cannot continue without it" if victims else "the job ended",
         do=("see first what lets its memory grow (the finding on memory); else " if grown else "") + (
-            _chosen(facts, first) if elsewhere else _repair(facts, first, echoes, left) if not killed
+            _DO["chosen" if exits is None else "called"].format(first.exit_code, at(exits)) if elsewhere
+            else _repair(facts, first, echoes, left) if not killed
             else _DO.get(signal, _DO["sent" if first.signal in _SENT else "signal"])
         ),
     )  # fmt: skip
@@ -191,12 +192,6 @@ def _exit_call(facts: Facts, first: RankState) -> Site | None:
     exits = ((x.args[0], site) for x, site in calls if syntax.name_of(x.func) == "_exit" and x.args)
     found = {site for code, site in exits if isinstance(code, ast.Constant) and code.value == first.exit_code}
     return found.pop() if len(found) == 1 else None
-
-
-def _chosen(facts: Facts, first: RankState) -> str:
-    """Return what to do about a process that another thread ended."""
-    exits = _exit_call(facts, first)
-    return _DO["chosen" if exits is None else "called"].format(first.exit_code, at(exits))
 
 
 def _setter(facts: Facts, first: RankState) -> Site | None:

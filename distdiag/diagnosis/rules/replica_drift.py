@@ -88,11 +88,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 def _and_teams(facts: Facts, found: Finding, teams: list[tuple[int, ...]]) -> Finding:
     """Return a drift within one set of ranks, which names the other sets that drift, too."""
-    drifts = [
-        _drift(facts, "parameters", ranks, True)
-        for of in sorted(teams)
-        if (ranks := [q for q in of if q in facts.snapshot.ranks])
-    ]
+    known = ([q for q in of if q in facts.snapshot.ranks] for of in sorted(teams))
+    drifts = (_drift(facts, "parameters", ranks, True) for ranks in known if ranks)
     too = [x for x in drifts if isinstance(x, Finding)]
     shown = ", ".join(rank_list(sorted({*x.culprits, *x.victims})) for x in too[:3]) + (", …" if len(too) > 3 else "")
     victims = sorted({*found.victims, *(q for x in too for q in (*x.culprits, *x.victims))})
@@ -157,6 +154,7 @@ def _logged(s: Snapshot) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_OWN_PARTS = "the parameters that the ranks' optimizers step differ, as shards or each rank's own parts of a model may"
 _NAMED = {
     "outside_ddp": "parameters outside DDP",
     "outside_fsdp": "parameters that FSDP does not shard",
@@ -179,7 +177,8 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     samples = by_step({q: {x.step: x for x in samples_of(s.ranks[q], kind_of)} for q in ranks})
     sums = {k: {q: x.value for q, x in of.items()} for k, of in samples.items()}
     common = [k for k, of in samples.items() if comparable([x.key for x in of.values()])]
-    separate = _separate(s) if kind_of == "parameters" and not split else ""
+    sets = separate_sets(s) if kind_of == "parameters" and not split else []
+    separate = f"{sets_text(sets)} exchange nothing in most steps, so their replicas were not compared" if sets else ""
     if len(common) < limits.samples:
         few = f"all ranks have checksums of the same elements of {named} at {counted(len(common), 'step')}"
         return abstained(separate or f"{few}; {limits.samples} are needed")
@@ -205,12 +204,8 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
         averaged = kind_of == "parameters" and any(x.value >= limits.averaged for x in sampled(s, "averaged"))
         if common[0] or kind_of not in ("parameters", "outside_fsdp") or averaged or not steps[0]:
             stepped = kind_of == "parameters" and not any(r.models for r in s.ranks.values())
-            why = (
-                "the parameters that the ranks' optimizers step differ, as shards or each rank's own parts of a model may"
-                if stepped
-                else f"{named} differ, as the structure of the model allows"
-            )
-            return abstained(why, checked=True)
+            why = f"{named} differ, as the structure of the model allows"
+            return abstained(_OWN_PARTS if stepped else why, checked=True)
         return abstained(f"{named} agreed before the first step and differ since: each rank may have its own by intent")
     if cause == "overwritten":
         name, severity = next(reversed(sampled(s, kind_of))).name, Severity.INFO if over else None
@@ -232,12 +227,6 @@ def _over(facts: Facts, steps: list[int], common: list[int]) -> bool:
     told = any((f.kind, f.cause) == (kind.name, "buffers") for f in facts.reported)
     equal = not {*steps} & {*common[-limits.samples :]}
     return told and equal and _cause(facts.snapshot, "state", steps) == "overwritten"
-
-
-def _separate(s: Snapshot) -> str:
-    """Return which sets of ranks exchange nothing, so that their replicas cannot be compared; empty if there are none."""
-    sets = separate_sets(s)
-    return f"{sets_text(sets)} exchange nothing in most steps, so their replicas were not compared" if sets else ""
 
 
 def _agree(named: str, compared: list[int], differing: int) -> str:
@@ -347,7 +336,7 @@ def _left_to_ranks(s: Snapshot, *reduces: str) -> bool:
     calls = (
         c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, *limits.of_fsdp, *reduces)
     )
-    exchanged = any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
+    exchanged = any(map(limits.is_data, calls))
     own = exchanged or any(r.p2p_issued or r.models for r in s.ranks.values())
     apart = [k for k, of in common.items() if len(set(of.values())) > 1]
     return [0, *apart] == [*common] and synchronous(s) and not own
@@ -356,7 +345,7 @@ def _left_to_ranks(s: Snapshot, *reduces: str) -> bool:
 def _exchange_tensors(s: Snapshot) -> bool:
     """True if the script itself exchanges tensors that are no metrics: gradients, activations, or what it does not tell."""
     calls = (c for r in s.ranks.values() for c in r.calls if c.op not in limits.no_exchange)
-    return any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
+    return any(map(limits.is_data, calls))
 
 
 def _apart_in(s: Snapshot, kind: str, drifting: list[int]) -> dict[int, float]:

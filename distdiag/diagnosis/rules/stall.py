@@ -59,15 +59,12 @@ from distdiag.terms.sites import line_text
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
+_PATIENCE_S = {a.word: a.patience_s for a in ACTIVITIES if a.patience_s} | {"validation": 60.0}
 
 
 @dataclass(frozen=True)
 class Limits:
-    patience_s: Mapping[str, float] = field(
-        default_factory=lambda: MappingProxyType(
-            {a.word: a.patience_s for a in ACTIVITIES if a.patience_s} | {"validation": 60.0}
-        )
-    )
+    patience_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType(_PATIENCE_S))
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a
     batch job; a checkpoint to a slow disk may be slow. What a rank computes, or another
     program for it, under a condition on the rank while the others wait in a barrier, or in a

@@ -43,11 +43,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the straggler, or why there is none, and the ranks whose pauses sum up."""
     by_thread = {f.culprits for f in facts.reported if f.kind == kind.name and f.advice == text.THREAD}
     # while a thread is known to make a rank slow, it is slow in whichever phase gets the GIL later
-    outcomes = [
-        x
-        for x in _in_window(facts)
-        if not isinstance(x, Finding) or x.advice == text.THREAD or x.culprits not in by_thread
-    ]
+    found = _in_window(facts)
+    outcomes = [x for x in found if isinstance(x, Abstained) or x.advice == text.THREAD or x.culprits not in by_thread]
     of_one = [f for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and f.culprits]
     slow = [f for f in of_one if f.kind == kind.name and f.severity == Severity.WARNING]
     # the sum of its pauses would only repeat these

@@ -54,12 +54,8 @@ class Limits:
 
 
 limits = Limits()
-_SAMPLED = (
-    "no_gradients",
-    "not_stepped",
-    "parameters",
-    "reduced",
-)  # at the same steps, where there is something to sample
+# at the same steps, where there is something to sample
+_SAMPLED = ("no_gradients", "not_stepped", "parameters", "reduced")
 
 UNUSED_TEXT = Template(kind, "never_used",
     "{n:,} parameter{n:|s} ({elements:,} element{elements:|s}) {lack}: {shown}{site}{why}{branch}", "{cost}",
@@ -340,6 +336,7 @@ def _unused(case: _Case) -> Finding | None:
     culprits = sorted(having) if differs and case.lacking else []
     reached = case.expected and not case.refused and not case.hooks_lost and _entered(case.first, unused)
     gathered = _gathered(states[min(having)]) if reached else None
+    unreached = UNREACHED + (f"; {_of_gather(gathered)}" if gathered is not None else "")
     crash = f"DDP {'refuses' if case.refused else 'will refuse'} the next forward"
     called = case.first.never_called if case.first.unused_step <= 1 and not differs else None
     # several layers of one module are called by calling that
@@ -355,7 +352,7 @@ def _unused(case: _Case) -> Finding | None:
         where=(where(states[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)),
         names=unused, step=max(m.unused_step for m in having.values()), n=len(unused),
         elements=sum(unused.values()), lack=lack, shown=shown,
-        site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_unreached(gathered) if reached else _why(case),
+        site=next((m.unused_site for m in having.values() if m.unused_site), None), why=unreached if reached else _why(case),
         branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
         do=WAYS["hooks_lost"].do if case.hooks_lost else do.replace("{what}", what),
     )  # fmt: skip
@@ -367,10 +364,6 @@ def _entered(m: Model, names: Collection[str]) -> bool:
         return False
     entered = [name for name in names if name.rpartition(".")[0] not in m.never_called]
     return 2 * len(entered) > len(names)
-
-
-def _unreached(gathered: Site | None) -> str:
-    return UNREACHED + (f"; {_of_gather(gathered)}" if gathered is not None else "")
 
 
 def _of_gather(site: Site) -> str:
