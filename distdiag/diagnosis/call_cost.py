@@ -85,24 +85,15 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
     key = max(common, key=lambda k: min(lines[k][0] for lines in of_ranks))
     share, by_call = min((lines[key] for lines in of_ranks), key=lambda x: x[0])
     calls = max(by_call.values(), key=_waited_s)
-    op, site = calls[-1].op, calls[-1].site
+    newest, site = calls[-1], calls[-1].site
     assert site is not None
     at_site = sum(len(of) for (_, where), of in by_call.items() if where == site.key)  # of every operation
-    per_step = min(_whole_steps(r, site) for r in s.ranks.values()) * len(calls) / at_site
-    mean_bytes = int(statistics.mean(c.bytes or 0 for c in calls))
     return Line(
-        op_name(op),
-        site,
-        share,
-        per_step,
-        mean_bytes,
-        line_at(site, source),
-        again is not None and again.key == site.key,
-        len(by_call) - 1,
-        _growth(calls),
-        calls[-1].asynchronous,
-        len({c.bytes for c in calls}) > 1,
-    )
+        op=op_name(newest.op), site=site, share=share, source=line_at(site, source), others=len(by_call) - 1, grew=_growth(calls),
+        per_step=min(_whole_steps(r, site) for r in s.ranks.values()) * len(calls) / at_site,
+        mean_bytes=int(statistics.mean(c.bytes or 0 for c in calls)), uneven=len({c.bytes for c in calls}) > 1,
+        again=again is not None and again.key == site.key, asynchronous=newest.asynchronous,
+    )  # fmt: skip
 
 
 def _whole_steps(r: RankState, site: Site) -> float:

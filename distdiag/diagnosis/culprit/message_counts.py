@@ -9,10 +9,7 @@ from msgspec.structs import replace
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.paths import (
-    conditions_between,
-    returns_before,
-)
+from distdiag.diagnosis.culprit.paths import conditions_between, returns_before
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.text.conditions import decision_advice

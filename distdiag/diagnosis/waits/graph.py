@@ -220,10 +220,7 @@ def _message(snapshot: Snapshot, state: RankState, call: Call, waits: dict[tuple
 
 
 def _fixpoint(
-    ranks: dict[int, RankState],
-    gone: frozenset[int],
-    waits: Iterable[Wait],
-    of_rank: dict[int, tuple[Wait, ...]],
+    ranks: dict[int, RankState], gone: frozenset[int], waits: Iterable[Wait], of_rank: dict[int, tuple[Wait, ...]]
 ) -> tuple[frozenset[int], set[int]]:
     """Return (ranks stuck for good, ranks that may continue): grows the second set from the ranks that wait for nothing."""
     left: dict[int, int] = {}  # by id of wait: arrivals still needed
