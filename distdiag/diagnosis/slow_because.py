@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from distdiag.diagnosis.call_cost import HISTORY, dearest
+from distdiag.diagnosis.call_cost import HISTORY, LARGER, dearest, uneven
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site, Snapshot
@@ -25,7 +25,6 @@ from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, site_text, wheres
 from distdiag.diagnosis.training_data import training_loaders
-from distdiag.diagnosis.uneven_exchange import LARGER, uneven
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import counted, percent, size_text
 

@@ -31,7 +31,6 @@ from distdiag.diagnosis.polled import (
     nobody_sets,
     polled_loop,
 )
-from distdiag.diagnosis.queues import filled_by, other_end
 from distdiag.diagnosis.text import stall as wording
 from distdiag.diagnosis.text.conditions import conditions_text, decision_advice, kept_text, left_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
@@ -46,7 +45,7 @@ from distdiag.diagnosis.text.phrases import (
     workers_of,
 )
 from distdiag.diagnosis.text.template import filled
-from distdiag.diagnosis.threads import Open, ended_thread, left_open
+from distdiag.diagnosis.threads import Open, ended_thread, filled_by, left_open, other_end
 from distdiag.diagnosis.training_data import UNSEEN
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.graph import WaitGraph

@@ -1,8 +1,6 @@
-"""Evidence from the loop that all ranks are in: which of them, by its source, can have made a call less or more in an earlier round.
+"""Evidence for stacks, which have no counts: which side is past the call that the other is in, a peer at another distance, and the rounds of a loop.
 
-For stacks, which have no counts. Of ranks in one round, those at the latest line have made the call that others still are in. So these left
-one out before, or the others made one more. If the source has a way for one of the two only, and that names one rank, it is accused.
-Whatever the source leaves open accuses nobody.
+Where calls are counted, other witnesses know who made one call less. This can suspect, and prove nothing.
 """
 
 from __future__ import annotations
@@ -10,23 +8,149 @@ from __future__ import annotations
 import ast
 import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from distdiag.diagnosis.culprit import paths
 from distdiag.diagnosis.culprit.callers import function_key
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import Guard, GuardKind, guards, on_stack
-from distdiag.diagnosis.model.snapshot import RankState, Site
-from distdiag.diagnosis.model.syntax import LOOPS, name_of
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+from distdiag.diagnosis.model.syntax import LOOPS, Source, name_of
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at
+from distdiag.diagnosis.waits import messages
 from distdiag.terms.operations import family
 
+States = Mapping[int, RankState]
+ENOUGH = 3  # ranks, of which all but one agree
 _MESSAGES = {"send", "recv", "isend", "irecv", "batch_isend_irecv", "backward"}
 _OF_OBJECT = re.compile(r"[A-Za-z_]\w*\.(.+)")
 _KNOWN = frozenset(dir(builtins))
+
+
+# -- who is further -------------------------------------------------------------------------------------------------------
+
+
+def ahead(case: Case) -> Testimony | None:
+    if case.snapshot.source != "stacks" or not case.tie:
+        return None
+    first, second = case.sides
+    return between(case.states, first, second, case.source)
+
+
+def between(states: States, first: Sequence[int], second: Sequence[int], source: Source) -> Testimony | None:
+    """Accuse the one of two sides that is ahead of the other; nobody if both, or neither, can be."""
+    sides = (first, second), (second, first)
+    for odd, rest in sides:
+        mine, theirs = states[odd[0]], states[rest[0]]
+        if mine.phase == "forward" and theirs.phase == "backward":  # the forward of that step came before
+            is_in = f"{rank_list(odd)} {verb(odd, 'is', 'are')} in the next forward"
+            return Testimony(ranks=tuple(odd), text=f"; {is_in}, without the backward{at(theirs.current_site)}")
+    found = [(odd, rest) for odd, rest in sides if _has_passed(states[odd[0]], states[rest[0]], source)]
+    if len(found) != 1:
+        return None
+    ((odd, rest),) = found
+    passed = f"{verb(odd, 'has', 'have')} passed{at(states[rest[0]].current_site).removeprefix(' at')}"
+    text = f"; {rank_list(odd)} {passed}, where {rank_list(rest)} still {verb(rest, 'is', 'are')}"
+    return Testimony(ranks=tuple(odd), text=text)
+
+
+def in_cycle(case: Case) -> Testimony | None:
+    """Accuse the rank from which another waits for a message while it is already in a collective with others; else by their rounds."""
+    waits = case.incident.waits
+    if case.snapshot.source != "stacks":
+        return None
+    return (_without_sending(case) if len(waits) == 2 else None) or _by_rounds(case)
+
+
+def _without_sending(case: Case) -> Testimony | None:
+    waits = case.incident.waits
+    message, collective = sorted(waits, key=lambda wait: not wait.p2p)
+    calls = [message.calls[rank] for rank in message.ranks if rank in message.calls]
+    if not message.p2p or collective.p2p or not calls or not all(call.op.endswith("recv") for call in calls):
+        return None
+    awaited = message.missing & set(collective.ranks)
+    if len(message.missing) != 1 or not awaited or len(collective.ranks) < 2:
+        return None
+    (rank,) = awaited
+    where = collective.calls.get(rank)
+    place = at(where.site) if where is not None else ""
+    return Testimony(ranks=(rank,), text=f"; rank {rank} went on to the next collective{place} without sending")
+
+
+def _has_passed(mine: RankState, theirs: RankState, source: Source) -> bool:
+    """True if a rank is at a later line of the innermost function that it shares with another.
+
+    Not if it is under a condition that the other is not under: then the other may have left out this call.
+    """
+    for a, b in zip(mine.user_stack[::-1], theirs.user_stack[::-1], strict=False):
+        if a != b:
+            later = (a.file, a.function) == (b.file, b.function) and a.line > b.line
+            return later and paths.in_no_branch(mine.user_stack, theirs.user_stack, source)
+    return False
+
+
+# -- an exchange with neighbours ------------------------------------------------------------------------------------------
+
+
+def exchanged(case: Case) -> Testimony | None:
+    """Accuse the one rank whose peer is at another distance than those of the others."""
+    if case.snapshot.source != "stacks":
+        return None
+    odd = [t for rank, call in case.calls.items() if call is not None and (t := _other_distance(case, rank, call))]
+    return odd[0] if len(odd) == 1 else None
+
+
+def _other_distance(case: Case, rank: int, call: Call) -> Testimony | None:
+    """Accuse a rank whose peer is at another distance from it than on all other ranks, if at theirs it fits a rank that waits for it.
+
+    Not if it is in another round: then a number that is equal on the others differs, too.
+    """
+    world, variables = case.snapshot.world_size or 0, {q: _variables(state) for q, state in case.states.items()}
+    if call.site is None or call.peer is None or world < ENOUGH or len(variables) < world:
+        return None
+    statement = syntax.statement_at(call.site, case.source)
+    used = {syntax.name_of(node) for node in ast.walk(statement)} if statement is not None else set()
+    common = set.intersection(*map(set, variables.values()))
+    others = {key: {own[key] for q, own in variables.items() if q != rank} for key in common}
+    if any(len(values) == 1 and variables[rank][key] not in values for key, values in others.items()):
+        return None
+    of_peer = ((f, name) for f, name in sorted(common) if name in used and f == call.site.function)
+    for key in (key for key in of_peer if variables[rank][key] == call.peer):
+        distance, *more = {(own[key] - q) % world for q, own in variables.items() if q != rank}
+        partner, name = case.states[(rank + distance) % world], key[1]
+        theirs = partner.blocked
+        if more or theirs is None or not theirs.p2p or theirs.peer != rank:
+            continue
+        if messages.direction_of(theirs) == messages.direction_of(call):
+            continue
+        return Testimony(
+            ranks=(rank,),
+            text=f"; `{name}` is {_distance(call.peer - rank, world)} on rank {rank}, and {_distance(distance, world)} on all other ranks",
+            advice=f"find why `{name}`{at(call.site)} is rank {call.peer} on rank {rank}: with rank {partner.rank}, its {call.op} "
+            f"would fit that rank's {theirs.op}{at(theirs.site)}",
+        )
+    return None
+
+
+def _variables(state: RankState) -> dict[tuple[str, str], int]:
+    """Return the integers in the user's frames, by function and name."""
+    frames = zip(reversed(state.user_stack), reversed(state.names), strict=False)
+    return {(site.function, name): value for site, names in frames for name, value in names.items()}
+
+
+def _distance(ranks: int, world: int) -> str:
+    """Return `own rank - 1`."""
+    ranks = (ranks + world // 2) % world - world // 2
+    return f"the own rank {'-' if ranks < 0 else '+'} {abs(ranks)}"
+
+
+# -- rounds of a loop -----------------------------------------------------------------------------------------------------
+# Of ranks in one round, those at the latest line have made the call that others still are in. So these left one out before, or the others made
+# one more. If the source has a way for one of the two only, and that names one rank, it is accused; whatever it leaves open accuses nobody.
 
 
 class _Loop(NamedTuple):
@@ -41,7 +165,7 @@ class _Loop(NamedTuple):
     left: bool  # those ahead are past the loop
 
 
-def accuse(case: Case) -> Testimony | None:
+def _by_rounds(case: Case) -> Testimony | None:
     """Accuse the one rank that can have made another number of calls in the loop."""
     loop = _loop(case)
     if loop is None:
