@@ -206,9 +206,8 @@ def uneven(s: Snapshot) -> Exchange | None:
             if c.received is not None and c.site is not None and s.whole(c.group):
                 last[c.site.key] = c
                 of.setdefault(c.site.key, {}).setdefault((c.group, c.seq), {})[q] = c.received
-    known = {
-        key: [x for x in calls.values() if len(x) == len(s.ranks) and any(x.values())] for key, calls in of.items()
-    }
+    whole = ((key, [x for x in calls.values() if len(x) == len(s.ranks)]) for key, calls in of.items())
+    known = {key: [x for x in calls if any(x.values())] for key, calls in whole}
     totals = {key: sum(sum(x.values()) for x in calls) for key, calls in known.items() if len(calls) >= LEAST}
     main = [key for key, n in totals.items() if n >= MAIN * max(totals.values())]
     found = [(statistics.median(max(x.values()) * len(x) / sum(x.values()) for x in known[key]), key) for key in main]

@@ -60,6 +60,12 @@ class Limits:
 limits = Limits()
 
 
+def exchange_tensors(s: Snapshot, *besides: str) -> bool:
+    """True if the script itself exchanges tensors that are no metrics, by other operations than these: gradients, activations."""
+    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, *besides))
+    return any(map(limits.is_data, calls))
+
+
 def sampled(s: Snapshot, kind: str) -> list[Sample]:
     return [x for r in s.ranks.values() for x in samples_of(r, kind)]
 

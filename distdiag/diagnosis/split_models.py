@@ -18,6 +18,7 @@ from distdiag.diagnosis.replicas import (
     comparable,
     differ,
     each_text,
+    exchange_tensors,
     limits,
     sampled,
     samples_of,
@@ -104,11 +105,12 @@ def _exactly_reduced(s: Snapshot, elements: int) -> bool:
     """True if the ranks have reduced so many elements, not none, over all of them in each sampled step, and exchange nothing else."""
     least, most = limits.reduced
     reduced = [{x.key for x in samples_of(r, "reduced")} for r in s.ranks.values()]
-    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, "all_reduce"))
-    more = any(map(limits.is_data, calls))
-    if not elements or more or any(r.p2p_issued or r.models for r in s.ranks.values()):
-        return False
-    return all(of and all(least * elements <= n <= most * elements for n in of) for of in reduced)
+    more = exchange_tensors(s, "all_reduce") or any(r.p2p_issued or r.models for r in s.ranks.values())
+    return (
+        bool(elements)
+        and not more
+        and all(of and all(least * elements <= n <= most * elements for n in of) for of in reduced)
+    )
 
 
 def _peers(s: Snapshot, drift: list[str]) -> list[tuple[int, ...]]:

@@ -196,10 +196,8 @@ def _lost(history: History, i: int, other: History) -> bool:
     if here is None or here.seq is None:
         return False
     missing = range(here.seq - history.gaps[i], here.seq)
-    return any(
-        call is not None and call.group == here.group and call.seq in missing and event != COUNTED
-        for call, event in zip(other.calls, other.events, strict=True)
-    )
+    listed = (call for call, event in zip(other.calls, other.events, strict=True) if event != COUNTED)
+    return any(call is not None and call.group == here.group and call.seq in missing for call in listed)
 
 
 def _earlier(history: History, i: int) -> bool:

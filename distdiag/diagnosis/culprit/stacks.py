@@ -207,10 +207,9 @@ def _loop(case: Case) -> _Loop | None:
     ahead, behind = ([q for q, site in sites.items() if (site.line == last) is late] for late in (True, False))
     text = case.source(file) or ""
     tree, line = syntax.parsed(text), max(sites[q].line for q in behind)
-    around = (
-        [step.owner for step in syntax.way(tree, line) if isinstance(step.owner, LOOPS)] if tree is not None else []
-    )
-    node = next((x for x in around if all(syntax.within(x, sites[q].line) for q in behind)), None)
+    around = (step.owner for step in syntax.way(tree, line)) if tree is not None else ()
+    loops = (x for x in around if isinstance(x, LOOPS))
+    node = next((x for x in loops if all(syntax.within(x, sites[q].line) for q in behind)), None)
     if node is None:
         return None
     left = not syntax.within(node, last)
@@ -250,13 +249,10 @@ def _extras(loop: _Loop) -> Iterator[Guard]:
         if scope in seen:
             continue
         seen.add(scope)
-        todo += (
-            functions[name]
-            for x in ast.walk(scope)
-            if isinstance(x, ast.Call) and (name := name_of(x.func)) in functions
-        )
-        calls = (x for x in ast.walk(scope) if isinstance(x, ast.Call) and _communicates(x, functions, known, asked))
-        for guard in (guard for call in calls for guard in guards(tree, call.lineno, name_of(call.func))):
+        calls = [x for x in ast.walk(scope) if isinstance(x, ast.Call)]
+        todo += (functions[name_of(x.func)] for x in calls if name_of(x.func) in functions)
+        talking = (x for x in calls if _communicates(x, functions, known, asked))
+        for guard in (guard for call in talking for guard in guards(tree, call.lineno, name_of(call.func))):
             around = scope is loop.node and (guard.node is scope or not syntax.within(scope, guard.line))
             in_branch = guard.kind in (GuardKind.HOLDS, GuardKind.INSIDE, GuardKind.REPEATED) and not around
             if in_branch and _differs(guard := guard._replace(source=loop.text)):
@@ -284,9 +280,8 @@ def _communicates(
 
 def _differs(guard: Guard) -> bool:
     """True if a guard can have another result on another rank in one round, and the opposite in another round."""
-    if isinstance(guard.way_out, ast.Raise) or (
-        guard.kind is GuardKind.REPEATED and not isinstance(guard.test, ast.Call)
-    ):
+    repeats = guard.kind is GuardKind.REPEATED and not isinstance(guard.test, ast.Call)
+    if isinstance(guard.way_out, ast.Raise) or repeats:
         return False
     ends = isinstance(guard.node, LOOPS) and any(guard.ways_out(ast.Break, ast.Return))
     return ends or (guard.can_differ() and not guard.is_fixed)

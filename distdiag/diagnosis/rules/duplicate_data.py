@@ -138,9 +138,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         )
     elif len(loaders) < 2 and (n := _equal_losses(s)):
         if shared := next(_exchanged(s, s.ranks, _EXCHANGES), None):
-            yield Abstained(
-                f"losses are equal, but the ranks exchange tensors in their steps ({shared[1].op}), of which all may compute one loss"
-            )
+            by = f"the ranks exchange tensors in their steps ({shared[1].op})"
+            yield Abstained(f"losses are equal, but {by}, of which all may compute one loss")
         else:
             yield _found(EQUAL_LOSSES, s, {}, sorted(s.ranks), n=n, do=_DO["fed"], repeated=len(s.ranks) - 1)
     elif len(loaders) < 2:
@@ -284,9 +283,8 @@ def _split(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> b
 def _by_design(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> Abstained | None:
     """Return why ranks whose loaders give the same may train on other data, or on parts of one model; None if they do not."""
     if _split(s, loaders, ranks):
-        return Abstained(
-            "the loaders give the same batches, and the model of each rank gets a part of each", checked=True
-        )
+        why = "the loaders give the same batches, and the model of each rank gets a part of each"
+        return Abstained(why, checked=True)
     of_steps = (c for r, c in _exchanged(s, ranks, _OF_PARTS) if c.site is None or r.sites.get(c.site.key, 0) >= r.step)
     own = {of[0].key & 0xFFFFFFFF for q in ranks if (of := samples_of(s.ranks[q], "outside_ddp"))}
     why = ""
@@ -425,9 +423,8 @@ def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         n = sum(readers[x] > 1 for x in lowest)
         if n >= limits.some_samples * len(lowest):
             # so many are left out for those that are read again; by values, unless the data set has samples twice
-            parts = all(
-                _is_part(x, s.world_size) and not (x.distributed_sampler and x.sampler_fits) for x in loaders.values()
-            )
+            split = any(x.distributed_sampler and x.sampler_fits for x in loaders.values())
+            parts = not split and all(_is_part(x, s.world_size) for x in loaders.values())
             indices = all(x.sampled_epoch & BY_INDEX for x in loaders.values())
             by_values = "" if indices else ", if the data set has no sample twice"
             yield _found(

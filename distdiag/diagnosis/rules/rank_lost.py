@@ -103,11 +103,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
     """Yield ranks without heartbeat on a node whose ranks others wait for. If no rank waits, only its monitor may be gone."""
-    silent = {
-        q: r.heartbeat_age_s or 0.0
-        for q in sorted(graph.sinks)
-        if (r := s.ranks.get(q)) is not None and r.life == Life.SILENT and (r.heartbeat_age_s or 0.0) >= limits.silent_s
-    }
+    states = (s.ranks[q] for q in sorted(graph.sinks) if q in s.ranks)
+    ages = {r.rank: r.heartbeat_age_s or 0.0 for r in states if r.life == Life.SILENT}
+    silent = {q: age_s for q, age_s in ages.items() if age_s >= limits.silent_s}
     victims = waiting_since(s, graph, silent)
     since = [t for t in victims.values() if t is not None]
     if since and s.t_s - min(since) >= limits.silent_s:
@@ -135,14 +133,13 @@ def _lost(facts: Facts) -> Finding:
     if elsewhere:
         condition = f" and no exception; its main thread was last seen{at(first.current_site)}"
         condition += f"; {site_text(exits)} calls os._exit({first.exit_code})" if exits is not None else ""
-    of_memory = [
-        f for f in facts.reported if (f.kind, f.cause) == (kinds.MEMORY.name, "growth") and first.rank in f.culprits
-    ]
-    grown = bool(of_memory) and (elsewhere or first.signal == signals.SIGKILL)
+    of_memory = (f for f in facts.reported if (f.kind, f.cause) == (kinds.MEMORY.name, "growth"))
+    growing = any(first.rank in f.culprits for f in of_memory)
+    grown = growing and (elsewhere or first.signal == signals.SIGKILL)
     condition += "; its memory had been growing" if grown else ""
     if unset_key(first):
-        setter = _setter(facts, first)
-        condition += f"; nobody had set that key{f', as {site_text(setter)} does' if setter is not None else ''}"
+        setter = site_text(_setter(facts, first))
+        condition += f"; nobody had set that key{f', as {setter} does' if setter else ''}"
     return (KILLED if killed else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
@@ -165,10 +162,8 @@ def _repair(facts: Facts, first: RankState, echoes: set[int], left: paths.Condit
     if UNUSED.search(text):
         return _DO["unused"]
     if unset_key(first):
-        setter = _setter(facts, first)
-        return _DO["key"].format(
-            site_text(setter) if setter is not None else "what sets that key (search for its name)"
-        )
+        setter = site_text(_setter(facts, first))
+        return _DO["key"].format(setter or "what sets that key (search for its name)")
     if left is not None:
         together = ", and let all ranks leave together (all_reduce the decision)" if victims else ""
         return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"

@@ -20,6 +20,7 @@ from distdiag.diagnosis.replicas import (
     comparable,
     differ,
     each_text,
+    exchange_tensors,
     limits,
     sampled,
     samples_of,
@@ -258,10 +259,10 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
             return "overwritten"
         return kind if sent == {False} else None
     if kind in ("untrained", "frozen"):  # an exchange of the script may keep the latter close to each other
-        own = kind == "frozen" and _exchange_tensors(s)
+        own = kind == "frozen" and exchange_tensors(s)
         return kind if over_all and synchronous(s) and not own else None
     if kind == "outside_ddp":
-        return None if _exchange_tensors(s) else kind
+        return None if exchange_tensors(s) else kind
     if kind == "outside_fsdp":
         every = all(limits.reduced[0] <= x.value <= limits.reduced[1] for x in sampled(s, "reduced"))
         return kind if _left_to_ranks(s, *["all_reduce"] * every) else None
@@ -321,7 +322,7 @@ def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
         return False
     if any(share > limits.metrics for share in (*shares, *(x.value for x in sampled(s, "averaged")))):
         return False
-    return not _exchange_tensors(s) and all(x.iterations_started > 1 for x in loaders.values())
+    return not exchange_tensors(s) and all(x.iterations_started > 1 for x in loaders.values())
 
 
 def _left_to_ranks(s: Snapshot, *reduces: str) -> bool:
@@ -333,19 +334,9 @@ def _left_to_ranks(s: Snapshot, *reduces: str) -> bool:
         reduces: Operations of the script that may reduce all gradients, and do not keep these parameters equal.
     """
     common = by_step({q: values_of(r, "outside_fsdp") for q, r in s.ranks.items()})
-    calls = (
-        c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, *limits.of_fsdp, *reduces)
-    )
-    exchanged = any(map(limits.is_data, calls))
-    own = exchanged or any(r.p2p_issued or r.models for r in s.ranks.values())
+    own = exchange_tensors(s, *limits.of_fsdp, *reduces) or any(r.p2p_issued or r.models for r in s.ranks.values())
     apart = [k for k, of in common.items() if len(set(of.values())) > 1]
     return [0, *apart] == [*common] and synchronous(s) and not own
-
-
-def _exchange_tensors(s: Snapshot) -> bool:
-    """True if the script itself exchanges tensors that are no metrics: gradients, activations, or what it does not tell."""
-    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in limits.no_exchange)
-    return any(map(limits.is_data, calls))
 
 
 def _apart_in(s: Snapshot, kind: str, drifting: list[int]) -> dict[int, float]:
@@ -479,10 +470,11 @@ def _hooks_lost(s: Snapshot, since: int) -> Sample | None:
 
 def _apart(s: Snapshot, equal: int | None, first: int, odd: tuple[int, ...]) -> tuple[str, bool]:
     """Return how the parameters came apart between two steps, and whether something else than the common steps wrote those of `odd`."""
-    counts = by_step(
-        {q: {x.step: x.key & 0xFFFFFFFF for x in samples_of(r, "learning_rate")} for q, r in s.ranks.items()}
+    rates = by_step({q: {x.step: x for x in samples_of(r, "learning_rate")} for q, r in s.ranks.items()})
+    then, now = (
+        {q: x.key & 0xFFFFFFFF for q, x in rates.get(k, {}).items()} for k in (-1 if equal is None else equal, first)
     )
-    written = {q: n - counts[equal][q] for q, n in counts[first].items()} if equal in counts and first in counts else {}
+    written = {q: n - then[q] for q, n in now.items()} if then else {}
     most = {q for q, n in written.items() if n == max(written.values())}
     named = {*odd} or most
     if most != {*written} and named in (most, {*written} - most):

@@ -69,6 +69,9 @@ UNCHANGED = Template(kind, "not_updated", "no optimizer step changes the model o
 NEVER = Template(kind, "never_used",
     "{gathered}{n:,} of {all:,} parameters that the optimizer of {victims} steps ({share} of their elements{first}) {n:has|have} had no gradient at any of "
     "{times} sampled steps up to step {step}", "they are not trained", "{do}")  # fmt: skip
+_WITHOUT_DDP = (
+    "without DistributedDataParallel only parameters of torch's optimizers that never have a gradient are looked for"
+)
 UNREACHED = "; forward called their modules, but their output does not reach the loss"
 GATHERED = "the all_gather{site}, in every step, passes no gradient on, unless an autograd function or `torch.distributed.nn` calls it"
 NOT_STEPPED = Template(kind, "not_updated",
@@ -121,9 +124,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield found
     if not models:
         if found is None:
-            yield Abstained(
-                "without DistributedDataParallel only parameters of torch's optimizers that never have a gradient are looked for"
-            )
+            yield Abstained(_WITHOUT_DDP)
         return
     if not any(m.unused_checks for m in models):
         yield Abstained("no backward has been checked for missing gradients")
@@ -174,9 +175,7 @@ def _never(s: Snapshot) -> Finding | None:
         return None
     samples, gathered = of[min(of)], _gathered(s.ranks[min(of)])
     newest, share = samples[-1], (samples[-1].key >> 32) / 1e6
-    sites = {
-        q: gathered or (stack[0] if (stack := s.ranks[q].phase_stacks.get("backward")) else None) for q in sorted(of)
-    }
+    sites = {q: gathered or next(iter(s.ranks[q].phase_stacks.get("backward", ())), None) for q in sorted(of)}
     return NEVER(
         victims=sorted(of), where=wheres(s, sites, None, sites), step=newest.step, n=int(newest.value), all=_all(newest),
         share="over 99 %" if share > 0.99 else "under 1 %" if share < 0.01 else percent(share), times=len(samples), do=_DO["cut"],
