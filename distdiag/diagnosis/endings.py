@@ -185,9 +185,8 @@ def killed_together(snapshot: Snapshot, causes: list[RankState]) -> bool:
     if len(causes) < 2 or len(causes) < len(snapshot.ranks):
         return False
     times = [state.ended_s for state in causes if state.ended_s is not None]
-    return all(state.life == Life.KILLED and state.signal in (None, signals.SIGKILL) for state in causes) and (
-        len(times) == len(causes) and max(times) - min(times) < 1.0
-    )
+    killed = all(state.life == Life.KILLED and state.signal in (None, signals.SIGKILL) for state in causes)
+    return killed and len(times) == len(causes) and max(times) - min(times) < 1.0
 
 
 def _lost(snapshot: Snapshot, causes: list[RankState]) -> Cascade:

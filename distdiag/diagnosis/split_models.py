@@ -103,14 +103,11 @@ def layers(s: Snapshot) -> Iterator[Finding]:
 
 def _exactly_reduced(s: Snapshot, elements: int) -> bool:
     """True if the ranks have reduced so many elements, not none, over all of them in each sampled step, and exchange nothing else."""
-    least, most = limits.reduced
+    least, most = (share * elements for share in limits.reduced)
     reduced = [{x.key for x in samples_of(r, "reduced")} for r in s.ranks.values()]
     more = exchange_tensors(s, "all_reduce") or any(r.p2p_issued or r.models for r in s.ranks.values())
-    return (
-        bool(elements)
-        and not more
-        and all(of and all(least * elements <= n <= most * elements for n in of) for of in reduced)
-    )
+    fits = all(of and all(least <= n <= most for n in of) for of in reduced)
+    return bool(elements) and not more and fits
 
 
 def _peers(s: Snapshot, drift: list[str]) -> list[tuple[int, ...]]:

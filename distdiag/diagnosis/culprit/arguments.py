@@ -161,9 +161,8 @@ def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
         if ranks or argument not in _ARGUMENT or len(case.sides) != 2:
             return None
         both = {_ARGUMENT[argument](calls[r]) for r in case.compared}
-        if None in both or not all(
-            both <= set(_earlier(case.states.get(r), calls[r], argument)) for r in case.compared
-        ):
+        known = ({*_earlier(case.states.get(r), calls[r], argument)} for r in case.compared)
+        if None in both or not all(both <= earlier for earlier in known):
             return None
     first, second = (calls[side[0]].site for side in case.sides)
     parted = tuple(tied(case)) if not ranks else ()  # if a condition is known, its advice is the better one

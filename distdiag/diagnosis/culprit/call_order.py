@@ -85,9 +85,8 @@ def _is_awaited(state: RankState, case: Case) -> bool:
         return False
     blocked = ((q, q.blocked) for q in case.states.values() if q.blocked is not None and q.blocked.site is not None)
     due = turn.due.op, turn.due.group, turn.due.site.key
-    return any(
-        (c.op, c.group, c.site.key) == due and _has_departed(q) is False for q, c in blocked if c.site is not None
-    )
+    there = (q for q, c in blocked if c.site is not None and (c.op, c.group, c.site.key) == due)
+    return any(_has_departed(q) is False for q in there)
 
 
 def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:

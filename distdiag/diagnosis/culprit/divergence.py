@@ -171,9 +171,7 @@ def _may_be_due(state: RankState, made: Call, other: RankState, due: Call | None
     """
     if any(model.forwards > model.synced_backwards for model in other.models):
         return True
-    in_pass = any(
-        model.forwards > model.synced_backwards or model.synced_backwards > state.step for model in state.models
-    )
+    in_pass = not all(model.forwards <= model.synced_backwards <= state.step for model in state.models)
     return in_pass and due is not None and (due.p2p or due.group != made.group)
 
 

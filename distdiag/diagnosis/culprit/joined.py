@@ -57,9 +57,8 @@ def _shadows(case: Case) -> dict[int, Site]:
         return {}
     newest = {state.rank: next((c for c in reversed(state.calls) if not c.other_thread), None) for state in states}
     sites = {q: call.site for q, call in newest.items() if call is not None and call.site is not None}
-    return {
-        q: site for q, site in sites.items() if isinstance(statement_at(site, case.source), (ast.With, ast.AsyncWith))
-    }
+    statements = {q: statement_at(site, case.source) for q, site in sites.items()}
+    return {q: sites[q] for q, x in statements.items() if isinstance(x, (ast.With, ast.AsyncWith))}
 
 
 def _is_own(call: Call, source: Source) -> bool:

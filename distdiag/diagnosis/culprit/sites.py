@@ -84,9 +84,8 @@ def _only_there(case: Case, ranks: Sequence[int]) -> Testimony | None:
     # ranks that the evidence does not compare may have been there
     others = (state for q, state in case.states.items() if q not in case.compared)
     among = "of these ranks, " if any(case.here[ranks[0]] in state.sites for state in others) else ""
-    return Testimony(
-        ranks=tuple(ranks), text=f"; {among}only {rank_list(ranks)} {verb(ranks, 'has', 'have')} ever {where}"
-    )
+    text = f"; {among}only {rank_list(ranks)} {verb(ranks, 'has', 'have')} ever {where}"
+    return Testimony(ranks=tuple(ranks), text=text)
 
 
 def _is_new(case: Case, odd: Sequence[int], rest: Sequence[int]) -> bool:

@@ -285,9 +285,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     # the user's frames, innermost first; on a device at the call that its device is in
     user_stack: tuple[Site, ...] = ()
     host_stack: tuple[Site, ...] = ()  # where the host is meanwhile, if it has returned from that call
-    names: tuple[
-        dict[str, int], ...
-    ] = ()  # the integers among the local variables of each user's frame; of stacks only
+    # the integers among the local variables of each user's frame; of stacks only
+    names: tuple[dict[str, int], ...] = ()
     loaders: tuple[Loader, ...] = ()
     models: tuple[Model, ...] = ()
     samples: tuple[Sample, ...] = ()

@@ -249,9 +249,8 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     """Return why replicas differ; None if they may differ by design."""
     models = [m for r in s.ranks.values() for m in r.models]
     over_all = [m for m in models if s.whole(m.group)]
-    if kind in ("state", "frozen") and all(
-        len({x.value for x in samples_of(r, kind)}) < limits.samples for r in s.ranks.values()
-    ):
+    values = ({x.value for x in samples_of(r, kind)} for r in s.ranks.values())
+    if kind in ("state", "frozen") and all(len(of) < limits.samples for of in values):
         return None  # a constant of each rank
     if kind in ("state", "buffers"):
         sent = {m.broadcast_buffers for m in over_all} if synchronous(s) else set()
@@ -471,10 +470,8 @@ def _hooks_lost(s: Snapshot, since: int) -> Sample | None:
 def _apart(s: Snapshot, equal: int | None, first: int, odd: tuple[int, ...]) -> tuple[str, bool]:
     """Return how the parameters came apart between two steps, and whether something else than the common steps wrote those of `odd`."""
     rates = by_step({q: {x.step: x for x in samples_of(r, "learning_rate")} for q, r in s.ranks.items()})
-    then, now = (
-        {q: x.key & 0xFFFFFFFF for q, x in rates.get(k, {}).items()} for k in (-1 if equal is None else equal, first)
-    )
-    written = {q: n - then[q] for q, n in now.items()} if then else {}
+    counts = {k: {q: x.key & 0xFFFFFFFF for q, x in of.items()} for k, of in rates.items()}
+    written = {q: n - counts[equal][q] for q, n in counts[first].items()} if equal in counts and first in counts else {}
     most = {q for q, n in written.items() if n == max(written.values())}
     named = {*odd} or most
     if most != {*written} and named in (most, {*written} - most):

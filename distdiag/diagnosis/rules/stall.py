@@ -246,9 +246,8 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     idle = all(r.host_blocked or r.host_wait is not None or r.store_key for r in ranks)
     sets = _unset(facts, still_s or 0.0)
     # nobody is left to set a key: that is an error, which takes a multiple of the patience
-    least_s = (
-        limits.factor * limits.patience_s["store_key"] if sets else limits.long_s if idle else limits.nobody_busy_s
-    )
+    still = limits.long_s if idle else limits.nobody_busy_s
+    least_s = limits.factor * limits.patience_s["store_key"] if sets else still
     limit_s = max(least_s, limits.factor * (s.usual_step_s or 0.0))
     naps = any(not r.store_key and "sleep(" in line_at(r.current_site, facts.source) for r in ranks)
     if still_s is None or still_s < limit_s or naps:

@@ -79,9 +79,8 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     end += " on all ranks" if any(_left(snapshot, wait, side) for side in wait.sides) else ""
     led = _led(verdict) if culprits else None
-    reason = f"; {rank_list(sides[0])} came there by the call{at(led)}" * (led is not None) + evidence.reason_text(
-        verdict
-    )
+    came = f"; {rank_list(sides[0])} came there by the call{at(led)}" if led is not None else ""
+    reason = came + evidence.reason_text(verdict)
     threads = _threads(wait)
     if threads:
         who = rank_list(threads) if culprits else "each rank"
@@ -168,12 +167,9 @@ def _left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> list[int]:
 
     On a host backend a call that raised counts as complete: only one that has made the next call is known to be through.
     """
-    calls = {q: wait.calls.get(q) for q in side}
+    known = {q for q in side if q in wait.calls and wait.calls[q].on_device}
     if wait.p2p:  # the number is that of the message, and no count of the group's collectives
-        return sorted(
-            q for q, call in calls.items() if call is not None and call.on_device and call.completed_s is not None
-        )
-    known = {q for q, call in calls.items() if call is not None and call.on_device}
+        return sorted(q for q in known if wait.calls[q].completed_s is not None)
     known |= {q for q in side if snapshot.ranks[q].enqueued.get(wait.group, 0) > wait.seq}
     return sorted(q for q in known if snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq)
 
