@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import ahead, paths
+from distdiag.diagnosis.culprit import paths, stacks
 from distdiag.diagnosis.culprit.verdict import judge as judge_graph
 from distdiag.diagnosis.model.findings import Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Site, Snapshot
@@ -294,7 +294,7 @@ def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[
     odd, rest = [q for side in sides[1:] for q in side], sides[0]
     known = len(odd) < len(rest)
     if len(sides) == 2 and not known:
-        found = ahead.between(s.ranks, odd, rest, source)
+        found = stacks.between(s.ranks, odd, rest, source)
         # the side that a condition on the rank leads away
         led = paths.led_away(s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack, source)
         accused = list(found.ranks) if found is not None else (odd, rest)[led[1]] if led is not None else []
