@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from distdiag.diagnosis.consequences import OTHER_ENDED
 from distdiag.diagnosis.known_errors import remedy
@@ -271,7 +271,14 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     if number == len(of_file):  # each node's launcher writes the errors of its own ranks into its own log
         ranks = of_file
     if number != len(ranks):
-        _first_to_end(own, {q: t for r in fitting for q, t in r.times.items()})
+        times = {q: t for r in fitting for q, t in r.times.items()}
+        first_ones = [q for q, t in times.items() if t == min(times.values())]
+        if len(own.facts) == 1 and len(first_ones) == 1 < len(times) and all(times.values()):
+            own.ranks, own.inferred, own.guessed = (
+                {*first_ones},
+                True,
+                True,
+            )  # the launcher saw it end before all others
         if len(ranks) > 1 and not own.ranks:
             failed = rank_list(sorted(ranks))
             own.after += f"; the launcher reports that {failed} failed, and the log does not show whose error it is"
@@ -284,10 +291,3 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     for r in fitting:
         r.ranks -= ranks
     return [r for r in ended if r not in fitting or r.ranks]
-
-
-def _first_to_end(r: Reason, times: Mapping[int, str]) -> None:
-    """Give a failure of one unknown process the rank that the launcher saw end before all others, as a guess."""
-    first = [q for q, t in times.items() if t == min(times.values())]
-    if len(r.facts) == 1 and len(first) == 1 < len(times) and all(times.values()):
-        r.ranks, r.inferred, r.guessed = {first[0]}, True, True

@@ -41,8 +41,7 @@ def findings(found: Collected) -> list[Finding]:
         out.append(_fingerprints(calls))
     if differ := found.named("hccl_differs"):
         out.append(_arguments(found, differ))
-    if len(_by_shape(found.named("process_shape"))) > 1:
-        out.append(_shapes_given(found.named("process_shape")))
+    out += _shapes_given(found.named("process_shape"))
     if models := found.named("ddp_shape") or _counted(found, real=True):
         out.append(_shapes(models) if models[0].name == "ddp_shape" else _counts(models))
     if versions := found.named("nccl_version"):
@@ -67,20 +66,17 @@ def _differ(
     return finding(kind, cause, facts, message, advice, culprits=fewer(sides), victims=ranks, proved=proved, **more)
 
 
-def _by_shape(facts: Iterable[Fact]) -> dict[str, set[int]]:
-    """Return the ranks that gave each shape to an operation of Accelerate, which compared them."""
+def _shapes_given(facts: list[Fact]) -> list[Finding]:
+    """Return the finding on ranks that gave different shapes to an operation of Accelerate, which compared them."""
     sides: dict[str, set[int]] = {}
     for f in facts:
         sides.setdefault(f.fields["shape"], set()).add(int(f.fields["a"]))
-    return sides
-
-
-def _shapes_given(facts: list[Fact]) -> Finding:
-    sides = _by_shape(facts)
+    if len(sides) < 2:
+        return []
     texts = [f"{shape} on {rank_list(sorted(ranks))}" for shape, ranks in list(sides.items())[:4]]
     message = f"the ranks passed different shapes to one operation of Accelerate: {', '.join(texts)}"
     advice = "pad them to one shape first (accelerator.pad_across_processes), or use gather_for_metrics for the last, smaller batch"
-    return _differ("mismatch", "shape", facts, sides.values(), message, advice)
+    return [_differ("mismatch", "shape", facts, sides.values(), message, advice)]
 
 
 def _arguments(found: Collected, facts: list[Fact]) -> Finding:

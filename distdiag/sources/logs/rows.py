@@ -289,7 +289,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     fields = _fields(facts, culprits, victims, row.subject)
     bar = next((found.bars[f.path] for f in facts if found.bars.get(f.path)), "")
     fields |= {"bar": f"; a progress bar moved on while they waited ({bar})" if bar else ""}
-    fields |= row.more(facts) | {"came": _came(found), "settings": _settings(found)} | _server(found)
+    fields |= row.more(facts) | _of_job(found) | {"settings": _settings(found)}
     kind, _, cause = row.kind.partition("/")
     waited = row.kind in (_LATE, "stall/unknown") and not fields["printed"]
     went_on = kind == "rank_lost" and (found.steps or found.began)
@@ -307,18 +307,14 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     )
 
 
-def _came(found: Collected) -> str:
-    """Return which nodes came to a rendezvous, if some did not."""
+def _of_job(found: Collected) -> dict[str, str]:
+    """Return which nodes came to a rendezvous, if some did not; the host of the job's store; the ranks of which no log has a line."""
     came, wanted = found.nodes_came, found.nodes_wanted
     shown = f"; of the {wanted:,} nodes that it needs, the log shows {len(came):,} that came: {some(sorted(came))}"
-    return shown if 0 < len(came) < wanted else ""
-
-
-def _server(found: Collected) -> dict[str, str]:
-    """Return the host of the job's store, as its clients name it, and the ranks of which no log has a line."""
     absent = sorted(set(range(min(max(found.ranks, default=0), MAX_RANKS))) - found.ranks)
     without = f"; no log has a line of {rank_list(absent)}" if absent else ""
-    return {"server": f" ({min(found.servers)})" if len(found.servers) == 1 else "", "absent": without}
+    server = f" ({min(found.servers)})" if len(found.servers) == 1 else ""
+    return {"came": shown if 0 < len(came) < wanted else "", "server": server, "absent": without}
 
 
 def _settings(found: Collected) -> str:
