@@ -32,7 +32,8 @@ def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
         _of_all(r, found)
         _of_system(r, reported)
         _of_rerun(r, found)
-    reasons = [r for r in reasons if not _is_part(r, reasons)]
+    held = [(len(r.facts), {id(f) for f in r.facts}) for r in reasons]  # drop those that are a part of another one
+    reasons = [r for r in reasons if not any(n > len(r.facts) and own >= {id(f) for f in r.facts} for n, own in held)]
     reasons = _of_devices(_of_one_limit(_without_repeats(_of_one_remedy(_of_thread(_of_worker(reasons))))))
     _of_child(reasons, [f for f in found.named("exit") if f.rank is None and "label" in f.fields])
     limits = {f.name: f for f in reversed(found.named("process_limit", "locked_memory"))}
@@ -78,12 +79,6 @@ def _of_system(r: Reason, reported: Mapping[tuple[object, ...], Fact]) -> None:
         r.after += f"; it also reported {first.fields['type']}: {shortened(first.fields['what'], 120)}"
         r.advice = remedy(first.text, r.advice) if r.advice in GENERAL else r.advice
         r.facts += found
-
-
-def _is_part(r: Reason, reasons: list[Reason]) -> bool:
-    """True if all that a reason has is the system's error of another one."""
-    longer = (q for q in reasons if q is not r and len(q.facts) > len(r.facts))
-    return any(all(any(f is own for own in q.facts) for f in r.facts) for q in longer)
 
 
 def _of_rerun(r: Reason, found: Collected) -> None:

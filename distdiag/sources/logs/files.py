@@ -16,7 +16,7 @@ from distdiag.sources.dumps.naming import name_ranks
 from distdiag.sources.logs.lines import BLOCK_BYTES, encoding_of
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import TABLE
-from distdiag.sources.logs.writers import is_object, is_record
+from distdiag.sources.logs.writers import is_record, record_of
 from distdiag.terms.untrusted import bounded, is_rank
 
 MAX_FILES = 1 << 16
@@ -142,7 +142,7 @@ def _is_document(head: bytes) -> bool:
         return False
     line, _, rest = head.lstrip().partition(b"\n")
     text = line.decode("utf-8", "replace")
-    if is_record(text) or (rest.strip() and is_object(text)):
+    if is_record(text) or (rest.strip() and record_of(text)):
         return False
     whole = head.decode("utf-8", "replace").lstrip()
     try:

@@ -114,7 +114,13 @@ def explained(reasons: list[Reason], found: Collected) -> list[Reason]:
         for f in facts if fit else ():
             same = [r for r in fit if not r.reported and _follows(r, report, f, found)]
             if same:
-                first = _merged(sorted(same, key=lambda r: r.order))
+                first, *others = sorted(same, key=lambda r: r.order)
+                if others:
+                    errors = "; ".join(f"{r.who} {r.text}" for r in (first, *others)[:SHOWN])
+                    first.text = f"failed with {len(same):,} different errors ({errors})"
+                for r in others:
+                    first.take(r)
+                    first.after, first.inferred = first.after + r.after, first.inferred or r.inferred
                 hosts = _hosts(first, found)
                 sure = f.path == first.facts[0].path or (bool(hosts) and hosts <= {_short(_host(x)) for x in facts})
                 likely = "is the likely" if sure else "may be the"
@@ -123,18 +129,6 @@ def explained(reasons: list[Reason], found: Collected) -> list[Reason]:
                 reasons = [r for r in reasons if r is first or r not in same]
                 fit = [r for r in fit if r not in same]
     return reasons
-
-
-def _merged(same: list[Reason]) -> Reason:
-    """Return the first reason, with the ranks, facts and texts of the others."""
-    first, *others = same
-    if others:
-        errors = "; ".join(f"{r.who} {r.text}" for r in same[:SHOWN])
-        first.text = f"failed with {len(same):,} different errors ({errors})"
-    for r in others:
-        first.take(r)
-        first.after, first.inferred = first.after + r.after, first.inferred or r.inferred
-    return first
 
 
 def _hosts(r: Reason, found: Collected) -> set[str]:

@@ -147,7 +147,7 @@ def messages(text: str) -> list[tuple[str, Writer]]:
     The rank, pod and time of a record come before those of its message. Any other JSON object is data of the program: it has no
     message.
     """
-    record = _record(text)
+    record = record_of(text)
     if not record:
         who = writer(text)
         if text[10:11] == "T" and (m := _STAMP.match(text)) is not None and not who.host:
@@ -199,15 +199,11 @@ def _keys_of(record: dict[str, Any]) -> tuple[str, ...]:
 
 def is_record(text: str) -> bool:
     """True for a JSON object with a message: one line of a log."""
-    record = _record(text)
+    record = record_of(text)
     return any(isinstance(record.get(key), str) for key in _keys_of(record))
 
 
-def is_object(text: str) -> bool:
-    return bool(_record(text))
-
-
-def _record(text: str) -> dict[str, Any]:
+def record_of(text: str) -> dict[str, Any]:
     """Return the JSON object in a line; empty if the line is not one."""
     stripped = text.strip()
     if not (stripped.startswith("{") and stripped.endswith("}") and '"' in stripped):
