@@ -109,11 +109,8 @@ def _judge(
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
         found.append(findings.in_flight(running))
     notes = list(_notes(loaded, bool(graph.waits)))
-    if (
-        not running
-        and any(f.kind == kinds.STALL.name and f.severity == Severity.ERROR for f in found)
-        and not findings.waited()
-    ):
+    stalled = not running and any(f.kind == kinds.STALL.name and f.severity == Severity.ERROR for f in found)
+    if stalled and not findings.waited():
         notes.append(_UNTIMED)
     if not any(f.kind == kinds.MISMATCH.name for f in found):
         found += mismatch.completed(snapshot)
@@ -185,7 +182,6 @@ def _notes(loaded: LoadReport, in_flight: bool) -> list[str]:
 
 def _late_first(late: LateRanks, blame: Blame) -> bool:
     """True if the late ranks are the cause, and not ranks that the dumps show to be missing."""
-    if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.alone and not blame.silent:
-        return True
     since = [t for t in blame.waited_for_since_s.values() if t is not None]
-    return bool(since) and late.since_s < min(since)
+    others = set(blame.culprits).difference(blame.behind, late.late_s) or blame.alone or blame.silent
+    return not others or (bool(since) and late.since_s < min(since))
