@@ -12,9 +12,9 @@ import msgspec
 from distdiag.files import replacing
 from distdiag.terms.untrusted import all_encodable, visible
 from distdiag.traces import chrome
-from distdiag.traces.analyse import Key, last_rank
+from distdiag.traces.analyse import Joined, last_rank
 from distdiag.traces.chrome import FIRST_RANK, Event, Track, process, span, track
-from distdiag.traces.read import MAX_US, BadTrace, Comm, load
+from distdiag.traces.read import MAX_US, BadTrace, load
 
 MERGED = b'"distdiag":"merged trace"'
 FIRST_TRACK = 9_000_000  # thread ids of the tracks of collectives
@@ -26,7 +26,7 @@ def write(
     files: Mapping[int, Path],
     offsets_us: Mapping[int, float],
     names: Mapping[int, str],
-    collectives: Mapping[Key, Mapping[int, Comm]],
+    collectives: Joined,
 ) -> int:
     """Write the merged trace (gzipped JSON) and return the number of events.
 
@@ -70,7 +70,7 @@ def _of_rank(rank: int, path: Path, offset_us: float, name: str) -> Iterator[Eve
         yield all_encodable(e)
 
 
-def _joins(collectives: Mapping[Key, Mapping[int, Comm]]) -> Iterator[Event]:
+def _joins(collectives: Joined) -> Iterator[Event]:
     """Return tracks of collectives in each rank's process, with arrows from the last rank, or the sender, to the others."""
     # by rank: when the last slice of each track ends; slices of one track must not overlap
     lanes: dict[int, list[float]] = {}
