@@ -122,7 +122,6 @@ class DistdiagApp(App[None]):
         self.source.stop()
 
     def action_leave(self, code: int = 0) -> None:
-        """Quit; the job is not affected."""
         self.return_value_code = code
         self.source.stop()
         self.exit()

@@ -29,11 +29,7 @@ _CODES = {Verdict.PASS: ExitCode.OK, Verdict.FAIL: ExitCode.FAILED, Verdict.INCO
 
 
 def main(argv: list[str] | None = None, name: str | None = None) -> int:
-    """Run one probe command and return its exit code. Never raises for a known error.
-
-    Args:
-        name: The probe, if its script is the caller.
-    """
+    """Run one probe command (`name` if its script is the caller); return its exit code. No known error is raised."""
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
     form, words = node_check.split_form(arguments)
@@ -63,7 +59,6 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
 
 
 def run_script(probe: Probe) -> NoReturn:
-    """Run one probe as its script, and end the process."""
     sys.exit(main(name=probe.name))
 
 

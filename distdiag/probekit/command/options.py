@@ -191,11 +191,9 @@ def _sections(probe: str | None) -> dict[str, list[click.Parameter]]:
 
 
 def build_command(named: bool = False, probe: str | None = None) -> SectionedCommand:
-    """Return the click command.
+    """Return the click command, whose help lists the options of `probe`, or all.
 
-    Args:
-        named: The script itself is the probe: there is no NAME argument.
-        probe: The probe whose options the help lists; None: all options.
+    If it is `named`, the script itself is the probe: there is no argument NAME.
     """
     text = "Measure, with a verdict: pass, fail or inconclusive, and the reasons."
     params: list[click.Parameter] = []
@@ -212,10 +210,7 @@ def build_command(named: bool = False, probe: str | None = None) -> SectionedCom
 
 
 def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe") -> Options:
-    """Parse a command line into options.
-
-    Args:
-        name: The probe, if the script itself is one.
+    """Parse a command line into options; `name` is the probe, if the script itself is one.
 
     Raises:
         DistdiagError: an option or value is wrong.
@@ -278,13 +273,7 @@ def _check(options: Options, probe: str) -> None:
 
 
 def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int) -> int:
-    """Fill in device and backend; return how many ranks to launch.
-
-    Args:
-        gpus: GPUs of this host.
-        min_ranks: Fewest ranks that the probe needs.
-        default_ranks: Ranks without --nproc and GPUs.
-    """
+    """Fill in device and backend for a host with `gpus` GPUs; return how many ranks to launch."""
     if not options.device:
         options.device = "cuda" if gpus >= max(2, min_ranks) or (gpus and min_ranks == 1) else "cpu"
         wanted = max(options.ranks, default=options.nproc)

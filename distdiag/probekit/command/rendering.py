@@ -90,7 +90,6 @@ def _ascii(text: str) -> str:
 
 
 def as_table(result: Result, options: Options) -> str:
-    """Return the verdict, then the reasons, then the figures."""
     probe = load_probe(result.probe)
     lines = [f"{_coloured(result.verdict.value, result.verdict, options)}  {result.probe}: {result.reasons[0]}"]
     lines += [f"      {reason}" for reason in result.reasons[1:]]
@@ -115,7 +114,6 @@ def as_table(result: Result, options: Options) -> str:
 
 
 def as_summary(results: list[Result], options: Options) -> str:
-    """Return one verdict, and one line per probe."""
     verdict = worst([r.verdict for r in results])
     counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in results)))
     lines = [f"{_coloured(verdict.value, verdict, options)}  {len(results)} probes: {counts}"]

@@ -133,7 +133,6 @@ class Collective(Probe):
         return collective_result.build(self.name, self.op, job, measured, ceilings, skipped)
 
     def sizes(self, job: Job) -> list[int]:
-        """Return the message sizes in bytes, ascending."""
         return job.options.sizes(job.world_size, self.in_parts) if self.moves else [0]
 
     def timed_call(self, job: Job, buffers: Buffers) -> Callable[[], None]:
@@ -197,7 +196,6 @@ class Collective(Probe):
 
 
 def exchange(group: Any, sent: tuple[torch.Tensor, int], received: tuple[torch.Tensor, int]) -> None:
-    """Send a tensor to a rank while receiving one from a rank."""
     both = [dist.P2POp(dist.isend, *sent, group=group), dist.P2POp(dist.irecv, *received, group=group)]
     for request in dist.batch_isend_irecv(both):
         request.wait()

@@ -66,7 +66,6 @@ class Probe(abc.ABC):
     columns: Sequence[Column] = ()
 
     def check(self, options: Options) -> None:
-        """Check the options before any rank is started."""
         if self.messages and options.device == "cuda" and options.backend == "gloo":
             raise DistdiagError("gloo has no send and recv of CUDA tensors", "--device cpu, or --backend nccl")
 

@@ -88,14 +88,9 @@ def _dropout(p: float, generator: torch.Generator, x: torch.Tensor) -> torch.Ten
 
 
 class ThreadDataParallel(nn.Module):
-    """`module` applied to `replicas` parts of the batch by as many threads.
+    """`module` (it takes and returns one tensor) applied to `replicas` parts of the batch by as many threads.
 
-    Args:
-        module: Takes one tensor whose first dimension is the batch, and returns one.
-        replicas: Number of parts and threads; fewer for a smaller batch.
-
-    Attributes:
-        times_s: Seconds of the four parts of the last forward.
+    `times_s` has the seconds of the four parts of the last forward.
     """
 
     def __init__(self, module: nn.Module, replicas: int) -> None:

@@ -28,8 +28,7 @@ class Job(Protocol):
 def kernel_identity(namespace: str) -> str:
     """Return a text that is equal on two processes if and only if they share a kernel and this namespace of it.
 
-    Args:
-        namespace: "time": the same monotonic clock; "net": the same interfaces, with the loopback.
+    "time": the same monotonic clock; "net": the same interfaces, with the loopback.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as f:
@@ -40,10 +39,9 @@ def kernel_identity(namespace: str) -> str:
 
 
 def offset_from_exchanges(exchanges: list[tuple[int, int, int]]) -> tuple[int, int]:
-    """Return (offset, error) in ns: their clock = our clock + offset.
+    """Return (offset, error) in ns, with their clock = our clock + offset.
 
-    Args:
-        exchanges: (sent, their stamp, received), ns of the respective clocks.
+    Of each exchange: when it was sent, their stamp, and when it was received, in ns of the respective clocks.
     """
     sent, theirs, received = min(exchanges, key=lambda e: e[2] - e[0])
     return theirs - (sent + received) // 2, (received - sent) // 2

@@ -89,7 +89,6 @@ class Job:
 
     @property
     def ranks_per_host(self) -> int:
-        """Return the largest number of ranks on one host."""
         return max(self.host_keys.count(k) for k in set(self.host_keys))
 
     @contextlib.contextmanager
@@ -103,7 +102,6 @@ class Job:
             yield
 
     def left_s(self) -> float:
-        """Return the seconds left for measuring."""
         return self.deadline_s - time.monotonic()
 
     def barrier(self, label: str = "barrier between measurements") -> None:
@@ -112,7 +110,6 @@ class Job:
                 dist.barrier(group=self.control)
 
     def agree(self, values: list[float], label: str = "agreeing on the next block") -> list[float]:
-        """Return rank 0's values on every rank."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -131,7 +128,6 @@ class Job:
         return torch.stack(parts).numpy() if parts is not None else None
 
     def gather_all(self, value: T, label: str = "collecting") -> list[T]:
-        """Return every rank's value on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -201,7 +197,6 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
 
 
 def choose_device(place: RankPlace, options: Options) -> torch.device:
-    """Return the device of this rank: its GPU, or the CPU."""
     if options.device != "cuda":
         return torch.device("cpu")
     count = torch.cuda.device_count()

@@ -63,7 +63,6 @@ class Progress:
         self.since_s = time.monotonic()
 
     def current(self) -> Note:
-        """Return the note with the number of operations."""
         note, counter = self.note, self.counter
         return Note(note.sequence, note.label, note.inside, len(counter) if counter is not None else 0)
 
@@ -105,10 +104,8 @@ def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: i
 class Watchdog(threading.Thread):
     """Publishes the rank's note if it makes no progress, and ends the process if its main thread cannot.
 
-    Args:
-        connect: Opens a separate connection to the store (a client that waits blocks its other users). Called only
-            without progress.
-        publish_error: Called with the report before the process ends.
+    `connect` opens a separate connection to the store (a client that waits blocks its other users), only without
+    progress. `publish_error` is called with the report before the process ends.
     """
 
     def __init__(

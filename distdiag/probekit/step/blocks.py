@@ -78,11 +78,7 @@ class Block:
 
 
 def make_batch(job: Job) -> Batch:
-    """Return the global batch: random images in CIFAR-10's shape, and labels; equal on every rank.
-
-    Raises:
-        DistdiagError: it cannot be divided among the ranks.
-    """
+    """Return the global batch: random images in CIFAR-10's shape, and labels; equal on every rank."""
     size = job.options.batch_size if job.options.name == "step" else BATCH
     check_batch(size, job.world_size)
     generator = torch.Generator().manual_seed(0)
@@ -115,8 +111,7 @@ def make_model(name: str | None) -> nn.Module:
 def measure(job: Job, case: Case, batch: Batch, seconds: float, fresh: bool) -> Block | None:
     """Measure one case within `seconds`; return the block on rank 0, None elsewhere.
 
-    Args:
-        fresh: This process has measured nothing before, so that its peak of memory is the case's.
+    In a `fresh` process, which has measured nothing before, the peak of memory is the case's.
     """
     if case.processes > 1:
         return _Measurement(job, case, batch, fresh).run(seconds)
@@ -125,11 +120,7 @@ def measure(job: Job, case: Case, batch: Batch, seconds: float, fresh: bool) -> 
 
 
 class _Measurement:
-    """One block on one rank.
-
-    Args:
-        alone: Only rank 0 computes, whatever the number of ranks.
-    """
+    """One block on one rank. `alone`: only rank 0 computes, whatever the number of ranks."""
 
     def __init__(self, job: Job, case: Case, batch: Batch, fresh: bool, alone: bool = False) -> None:
         self.job, self.case, self.alone, self.fresh = job, case, alone, fresh

@@ -64,12 +64,6 @@ class Link:
 
 @dataclass(slots=True)
 class Sheet:
-    """The inputs from which all rows are computed.
-
-    Args:
-        batch: Global batch.
-    """
-
     sizes: Sizes
     paper: Paper
     memory_bytes: int
@@ -84,7 +78,6 @@ class Sheet:
         return self._rows[key]
 
     def rows(self, strategies: list[str], ranks: list[int]) -> tuple[list[PaperRow], dict[Case, str]]:
-        """Return the rows of all cases, and the reasons for cases that are not possible."""
         rows: list[PaperRow] = []
         reasons: dict[Case, str] = {}
         for strategy in strategies:

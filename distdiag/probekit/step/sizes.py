@@ -48,7 +48,6 @@ class Stated:
         return None
 
     def largest_stage(self, ranks: int) -> int:
-        """Return the parameters of the largest of `ranks` stages."""
         layers = self.layers or self.parameters
         return round(self.parameters * -(-layers // ranks) / layers)
 
@@ -65,11 +64,7 @@ class Stated:
 
 
 class Counted:
-    """The same as `Stated`, of a model on the meta device, whose activations are counted in a forward.
-
-    Args:
-        dtype: Of parameters and activations.
-    """
+    """The same as `Stated`, of a model on the meta device in `dtype`, whose activations are counted in a forward."""
 
     def __init__(self, name: str, network: nn.Module, dtype: torch.dtype) -> None:
         from distdiag.train.strategies.sharded import blocks_of

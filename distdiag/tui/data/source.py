@@ -27,15 +27,7 @@ class Source(threading.Thread):
         hz: float = 2.0,
         follow_attempts: bool = True,
     ) -> None:
-        """Prepare; `start()` begins to read.
-
-        Args:
-            run_dir: The run to show; a restarted job's newest attempt is followed from there.
-            deliver: Called from this thread with each new snapshot.
-            readers: What each screen reads beyond the frame.
-            hz: How often to look for news.
-            follow_attempts: Switch to a newer attempt of the same run when there is one.
-        """
+        """Prepare; `start()` begins to read. `deliver` is called from this thread with each new snapshot."""
         super().__init__(name="distdiag-reader", daemon=True)
         self._dir = run_dir
         self._deliver = deliver

@@ -118,7 +118,6 @@ def summarise(table: RankTable, before: Summary) -> Summary:
 
 
 def _lives(table: RankTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that never reported, and the lost ranks."""
     words, codes = table.coded("life")
     if len(words) == 1 and words[0] not in (Life.MISSING, *severity.GONE):
         return (), ()

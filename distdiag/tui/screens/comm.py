@@ -44,7 +44,6 @@ EXPOSED = 0.3  # the limit of the finding comm_bound
 
 
 def _ms(us: float | None) -> str:
-    """Return microseconds as ms with two digits: collectives are short."""
     return decimal(None if us is None else us / 1e3, 2)
 
 
@@ -245,11 +244,9 @@ Marks = tuple[tuple[float, str], ...]  # moments and their style
 
 
 def arrivals(frame: Frame | None, data: CommData, at: int, width: int, room: int) -> list[Line]:
-    """Draw who arrives when, on axes from the first rank to the last: at a step's first collective, and at each operation.
+    """Draw who arrives when, from the first rank to the last: at a step's first collective, and at each operation.
 
-    Args:
-        at: Index of the operation at the cursor, which is drawn first.
-        room: Lines at most.
+    The operation `at` the cursor is drawn first; `room` is the most lines.
     """
     table = frame.table if frame is not None else None
     of_step = [] if table is None else list(zip(table.numbers("rank"), table.numbers("late_ms"), strict=True))

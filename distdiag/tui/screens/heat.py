@@ -58,7 +58,6 @@ class HeatPage(RankedPage[HeatData]):
         ui.per = ZOOMS[max(0, min(len(ZOOMS) - 1, ZOOMS.index(ui.per) - by))]
 
     def click(self, snap: Snapshot, ui: Ui, rank: int, x: int) -> None:
-        """Put the cursor on the cell that was clicked."""
         data = self.data(snap)
         if 0 <= x - LABEL < len(data.values.get(rank, ())):
             ui.cursor["heat"] = rank

@@ -202,7 +202,6 @@ def map_lines(snap: Snapshot, width: int, room: int) -> list[Line]:
 
 
 def _holes(layout: Layout) -> list[tuple[int, int]]:
-    """Places of the map where no rank is: the last node may have fewer."""
     if len(layout.place) == len(layout.nodes) * len(layout.locals):
         return []
     there = set(layout.place)

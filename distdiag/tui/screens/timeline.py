@@ -46,13 +46,9 @@ def of_step(step: Step) -> list[Segment]:
 
 
 def now_of(row: RankRow, after: float, now: float, waited: Where | None = None) -> list[Segment]:
-    """Return what a rank has done since its last step.
+    """Return what a rank has done since its last step, which ended at `after` (seconds of the run).
 
-    Args:
-        row: The rank in the newest frame.
-        after: When its last step ended, seconds of the run.
-        now: Time of the frame.
-        waited: Where the rank waited when it was lost, if a finding has it: the frame does not.
+    `waited`: where it waited when it was lost, if a finding has it: the frame does not.
     """
     if row.life in _STILL:
         if row.life == Life.FINISHED:
@@ -276,7 +272,6 @@ def _collectives(data: TimelineData, plot: int) -> Line:
 
 
 def _axis(data: TimelineData, plot: int) -> Line:
-    """Return seconds before the right edge."""
     span = data.end_s - data.begin_s
     text = [" "] * plot
     for x in range(0, plot - 18, 20):
