@@ -35,11 +35,7 @@ def _ranks(text: str | None) -> list[int] | None:
 
 
 def _culprit(run_dir: Path, views: list[RankView]) -> tuple[int, int, str]:
-    """Return the straggler, a peer with the median self time, and how the straggler was chosen.
-
-    Raises:
-        DistdiagError: NO_DATA if fewer than two ranks have recorded a step.
-    """
+    """Return the straggler, a peer with the median self time, and how the straggler was chosen."""
     from distdiag.monitor.cluster.questions import asked_at
     from distdiag.monitor.evidence.request_profile import self_times
     from distdiag.store.opening import RunUnreadable

@@ -42,8 +42,7 @@ def source(report: Report) -> str | None:
 def exit_code(report: Report, threshold: str) -> ExitCode:
     """Return FAILED for a finding at or above `threshold` or a failed job, INCONCLUSIVE if not all ranks were judged.
 
-    Args:
-        threshold: `error`, `warning`, or `never` to return OK in any case.
+    Threshold `never` returns OK in any case.
     """
     from distdiag.diagnosis.model.findings import BAD_STATES, at_least, still_open
 

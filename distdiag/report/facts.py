@@ -180,11 +180,6 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_facts(run: Run) -> RunFacts:
-    """Return everything that a report shows of `run`.
-
-    Raises:
-        RunUnreadable: the database became unreadable meanwhile.
-    """
     meta = run.meta
     report = run.report()
     steps = step_tables.read_steps(run)

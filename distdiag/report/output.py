@@ -16,11 +16,7 @@ from distdiag.files import replacing
 def new_file(path: Path, force: bool = False, own: bool = False) -> Iterator[IO[bytes]]:
     """Open a file for writing, which appears as `path` when the block ends without an error.
 
-    Args:
-        own: Refuse a directory of another user.
-
-    Raises:
-        DistdiagError: `path` exists and `force` is not set, or it cannot be written.
+    A directory of another user is refused if it is our `own` choice. An existing file is an error without `force`.
     """
     if path.is_dir():
         raise DistdiagError(f"{path} is a directory", f"name a file: -o {path / 'report.html'}")

@@ -33,11 +33,9 @@ def _encode(value: Any) -> bytes:
 
 
 def write(run: Run, out: IO[bytes], last_steps: int | None = None) -> int:
-    """Write the trace of `run` and return the number of events.
+    """Write the trace of `run`, one JSON object, and return the number of events.
 
-    Args:
-        out: Receives one JSON object.
-        last_steps: Only the newest that many steps; default: as many as `MAX_STEP_ROWS` rows allow.
+    `last_steps` of it, or as many as `MAX_STEP_ROWS` rows allow.
     """
     first, low_s = _window(run, last_steps)
     meta = run.meta

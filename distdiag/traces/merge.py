@@ -28,16 +28,9 @@ def write(
     names: Mapping[int, str],
     collectives: Joined,
 ) -> int:
-    """Write the merged trace (gzipped JSON) and return the number of events.
+    """Write the merged trace (gzipped JSON) and return the number of events; all times are on a clock that ranks share.
 
-    Args:
-        files: By rank: its trace, as `read` has accepted it.
-        offsets_us: By rank: time 0 of its trace on a clock that all ranks share.
-        names: By rank: the name of its process.
-        collectives: On that clock.
-
-    Raises:
-        OSError: a file cannot be read, or the trace not written.
+    By rank: its trace, as `read` has accepted it, the time 0 of it, and the name of its process.
     """
     ranks = (_of_rank(q, p, offsets_us[q], names.get(q, f"rank {q}")) for q, p in sorted(files.items()))
     events = chain(chain.from_iterable(ranks), _joins(collectives))

@@ -191,12 +191,7 @@ def shapes_in(text: str) -> Iterator[tuple[int, ...]]:
 
 
 def load(path: Path) -> bytes:
-    """Return a trace file's JSON, unpacked.
-
-    Raises:
-        BadTrace: it is too large, or damaged.
-        OSError: it cannot be read.
-    """
+    """Return a trace file's JSON, unpacked; BadTrace if it is too large or damaged, OSError if it cannot be read."""
     try:
         with guard.opened(path) as f:
             data = f.read(MAX_FILE_BYTES + 1)
@@ -208,12 +203,7 @@ def load(path: Path) -> bytes:
 
 
 def read(path: Path, announce: Announce = lambda _step, _bytes: None) -> Trace:
-    """Return the trace in a file.
-
-    Raises:
-        BadTrace: it is no Kineto trace, too large, or damaged.
-        OSError: it cannot be read.
-    """
+    """Return the trace in a file; raises what `load` and `parse` raise."""
     announce(str(path), guard.stored_bytes(path))
     data = load(path)
     announce(str(path), len(data))
@@ -221,11 +211,7 @@ def read(path: Path, announce: Announce = lambda _step, _bytes: None) -> Trace:
 
 
 def parse(data: bytes) -> Trace:
-    """Return a trace from its JSON.
-
-    Raises:
-        BadTrace: it is no Kineto trace.
-    """
+    """Return a trace from its JSON; BadTrace if it is no Kineto trace."""
     try:
         found = msgspec.json.decode(data, type=_File)
     except (msgspec.DecodeError, ValueError, RecursionError) as e:

@@ -111,8 +111,7 @@ def _module(m: ModuleTimes) -> tuple[str, ...]:
 def path_text(p: CriticalPath, partial: bool = False) -> str:
     """Return the critical path in one line: what sets the length of a step, largest first.
 
-    Args:
-        partial: Ranks of the job have no trace.
+    It is `partial` if ranks of the job have no trace.
     """
     parts = [(r.compute_ms, f"compute of rank {r.rank}") for r in p.ranks]
     parts += [(r.idle_ms, f"rank {r.rank} idle") for r in p.ranks]

@@ -322,7 +322,7 @@ def _larger(late: int, longer: float, recorded: Mapping[int, Recorded]) -> str |
 def _kernels(late: int, recorded: Mapping[int, Recorded]) -> tuple[str, str]:
     """Return whether the late rank runs more kernels than the others, or as many that take longer, and what to do.
 
-    The text is empty without a device.
+    Without a device the text is empty.
     """
     others = [r.kernels() for q, r in recorded.items() if q != late]
     usual, usual_us = (statistics.median(x[i] for x in others) for i in (0, 1)) if others else (0.0, 0.0)
