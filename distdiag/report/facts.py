@@ -236,9 +236,6 @@ def versions(run: Run) -> dict[str, str]:
 _OF_ROW = ("node", "host", "gpu", "life", "exit_code", "signal", "exception", "step", "rss_bytes")  # of table `rank`
 
 
-# -- ranks --------------------------------------------------------------------------------------------------------
-
-
 def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
     by_rank = steps.by_rank()
     slowest = step_tables.slowest_share(steps)
@@ -262,9 +259,6 @@ def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
             values |= {c: int(peak) for c, peak in peaks.items() if peak is not None}
         found.append(RankSummary(**values))
     return tuple(found)
-
-
-# -- collectives --------------------------------------------------------------------------------------------------
 
 
 def _collectives(run: Run) -> tuple[CollectiveSummary, ...]:
@@ -308,9 +302,6 @@ def _collective(key: tuple[Any, ...], members: Sequence[tuple[Any, ...]]) -> Col
         late_rank=latest,
         late_share=latest_count / late.total() if late else None,
     )
-
-
-# -- hosts and GPUs -----------------------------------------------------------------------------------------------
 
 
 def _hosts(run: Run) -> tuple[HostSummary, ...]:

@@ -8,6 +8,7 @@ own with a track per group, hosts and GPUs have counters, findings are marks ove
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import IO, Any
 
 import msgspec
@@ -40,7 +41,8 @@ def write(run: Run, out: IO[bytes], last_steps: int | None = None) -> int:
     first, low_s = _window(run, last_steps)
     meta = run.meta
     head = {"run": str(run.path), "distdiag": meta.get("distdiag"), "first_step": first}
-    return chrome.write(out, b'"otherData":' + _encode(head), _events(run, first, low_s), _encode)
+    events = chain(_findings(run), _steps(run, first), _collectives(run, low_s), _counters(run, low_s))
+    return chrome.write(out, b'"otherData":' + _encode(head), events, _encode)
 
 
 def _window(run: Run, last_steps: int | None) -> tuple[int, float]:
@@ -64,13 +66,6 @@ def _rows(run: Run, query: str, values: tuple[Any, ...], needed: int) -> list[An
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _events(run: Run, first: int, low_s: float) -> Iterator[Event]:
-    yield from _findings(run)
-    yield from _steps(run, first)
-    yield from _collectives(run, low_s)
-    yield from _counters(run, low_s)
 
 
 def _findings(run: Run) -> Iterator[Event]:

@@ -97,8 +97,6 @@ class DistdiagApp(App[None]):
     def page(self) -> Page:
         return self.pages[self.ui.page]
 
-    # -- life ---------------------------------------------------------------------------------------------------
-
     def compose(self) -> ComposeResult:
         yield self.canvas
         yield Input(
@@ -126,8 +124,6 @@ class DistdiagApp(App[None]):
         self.source.stop()
         self.exit()
 
-    # -- snapshots ----------------------------------------------------------------------------------------------
-
     def _deliver(self, snapshot: Snapshot) -> None:
         """Keep the newest snapshot and wake the screen once; called in the reader's thread."""
         self._newest = snapshot
@@ -140,8 +136,6 @@ class DistdiagApp(App[None]):
         if self._newest is not None:
             self.snap = self._newest
             self.redraw()
-
-    # -- drawing ------------------------------------------------------------------------------------------------
 
     def redraw(self, late: bool = False) -> None:
         """Draw the page from the newest snapshot, and ask for what it lacks."""
@@ -201,16 +195,12 @@ class DistdiagApp(App[None]):
         self.ui.message = text
         self.redraw()
 
-    # -- keys ---------------------------------------------------------------------------------------------------
-
     def on_key(self, event: Key) -> None:
         self.ui.message = ""
         elsewhere = [k for k in KEYS if event.key in k.keys.split(",") and not works_on(k, self.ui.page)]
         if elsewhere and not self.ui.typing:
             event.prevent_default()
             self.say(f"{elsewhere[0].shown} ({elsewhere[0].help}) works on: {', '.join(elsewhere[0].pages)}")
-
-    # -- filter -------------------------------------------------------------------------------------------------
 
     def action_filter(self) -> None:
         self.ui.typing = True
@@ -247,8 +237,6 @@ class DistdiagApp(App[None]):
             self.ui.filter = filters.Filter("")
         self.redraw()
 
-    # -- mouse ---------------------------------------------------------------------------------------------------
-
     def on_canvas_wheel(self, message: Canvas.Wheel) -> None:
         if message.how == "zoom":
             self.navigation.action_zoom(-1 if message.by > 0 else 1)
@@ -282,8 +270,6 @@ class DistdiagApp(App[None]):
                 self.redraw()
         if message.about:
             self.say(message.about)
-
-    # -- palette ------------------------------------------------------------------------------------------------
 
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
         """Yield what the keys do here by name, and further commands."""

@@ -51,8 +51,6 @@ class Navigation:
     def page(self) -> Page:
         return self.app.page
 
-    # -- screens and rows ------------------------------------------------------------
-
     def action_show(self, name: str) -> None:
         ui = self.ui
         ui.message = ""
@@ -156,8 +154,6 @@ class Navigation:
         metrics = list(METRICS)
         self.ui.metric = metrics[(metrics.index(self.ui.metric) + 1) % len(metrics)]
         self.app.redraw()
-
-    # -- time travel --------------------------------------------------------------------------------------------
 
     def action_pause(self) -> None:
         if self.ui.paused_at_s is not None:

@@ -127,9 +127,6 @@ def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapsh
     return snap
 
 
-# -- JSON ---------------------------------------------------------------------------------------------------------
-
-
 class SnapshotJson(msgspec.Struct, kw_only=True):
     """What `--once --json` and the key `e` write; null is "not measured"."""
 

@@ -32,6 +32,7 @@ from distdiag.streams import say_error, say_json
 from distdiag.terms.units import counted
 
 T = TypeVar("T")
+_ROUNDS = 12  # of messages, to compare the clocks of two hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
         job.watchdog.start()
         with job.progress.step("connecting to each other"):
             _init_groups(job, arrivals)
-        job.clock_offsets_ns, job.clock_error_ns = clock.align(job, [a.clock for a in arrivals])
+        job.clock_offsets_ns, job.clock_error_ns = align(job, [a.clock for a in arrivals])
         yield job
     except RuntimeError as e:  # gloo and NCCL errors are RuntimeErrors
         if not job.progress.note.inside:  # not from communication: a dataset, a model, our own defect
@@ -311,6 +312,36 @@ def _init_groups(job: Job, arrivals: list[Arrival]) -> None:
         job.group = dist.new_group(backend="nccl", timeout=longer)
     job.hosts = [a.host for a in arrivals]
     job.host_keys = [a.clock + a.host for a in arrivals]
+
+
+def align(job: Job, identities: list[str]) -> tuple[list[int], int]:
+    """Return the offsets of all ranks' clocks against rank 0's in ns, and the largest error; valid on rank 0.
+
+    Every rank calls it. It costs nothing if all identities are equal, else a few round trips per rank.
+    """
+    if len(set(identities)) == 1:
+        return [0] * job.world_size, 0
+    stamp = torch.zeros(1, dtype=torch.int64)
+    offsets, error = [0] * job.world_size, 0
+    for rank in range(1, job.world_size):
+        if identities[rank] == identities[0]:
+            continue
+        exchanges: list[tuple[int, int, int]] = []
+        with job.step(f"clock alignment with rank {rank}"):
+            for _ in range(_ROUNDS):
+                if job.rank == 0:
+                    sent = clock.clock_ns()
+                    dist.send(stamp, rank, group=job.control)
+                    dist.recv(stamp, rank, group=job.control)
+                    exchanges.append((sent, int(stamp[0]), clock.clock_ns()))
+                elif job.rank == rank:
+                    dist.recv(stamp, 0, group=job.control)
+                    stamp[0] = clock.clock_ns()
+                    dist.send(stamp, 0, group=job.control)
+        if job.rank == 0:
+            offsets[rank], of_this = clock.offset_from_exchanges(exchanges)
+            error = max(error, of_this)
+    return offsets, error
 
 
 def _leave_report(place: RankPlace, options: Options, store: Any, error: DistdiagError) -> None:

@@ -43,8 +43,6 @@ class Source(threading.Thread):
         self._good: Snapshot | None = None  # what was last read: shown dim under a problem
         self._sent: Snapshot | None = None
 
-    # -- called by the screen -----------------------------------------------------------------------------------
-
     def want(self, request: Request) -> None:
         """Read this from now on; at once if it differs from what is read now."""
         with self._wake:
@@ -69,8 +67,6 @@ class Source(threading.Thread):
         with self._wake:
             self._stopped = True
             self._wake.notify()
-
-    # -- the thread ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         rounds = 0

@@ -137,9 +137,6 @@ def _pieces(word: str, width: int) -> Iterator[str]:
     yield word[begin:]
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------
-
-
 def percent(v: float | None) -> str:
     return f"{v:.0f}%" if is_number(v) else MISSING
 
@@ -168,9 +165,6 @@ def place(file: str | None, line: float | None, function: str | None = None, wid
 def quote(path: object) -> str:
     """Return a path as it can be typed in a shell; control characters are shown."""
     return clean(shlex.quote(str(path)))
-
-
-# -- bars ---------------------------------------------------------------------------------------------------------
 
 
 def spark(values: Sequence[float | None], width: int) -> str:

@@ -149,8 +149,6 @@ class TimelinePage(RankedPage[TimelineData]):
     empty = TimelineData
     read = staticmethod(timeline_data.read)
 
-    # -- where the person looks -----------------------------------------------------------------------------------
-
     def pan(self, snap: Snapshot, ui: Ui, by: int) -> None:
         """Move by twentieths of the span; at the end the timeline follows the job again."""
         data = snap.panel
@@ -179,8 +177,6 @@ class TimelinePage(RankedPage[TimelineData]):
             "timeline", ui.paused_at_s, None, tuple(items[top : top + room]), extra=stopped, span=_span(snap, ui),
             until=ui.until_s,
         )  # fmt: skip
-
-    # -- drawing --------------------------------------------------------------------------------------------------
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data, job = self.data(snap), job_state(snap)
