@@ -145,9 +145,8 @@ class Gpu(Probe):
 
         def low(text: str) -> None:
             contention = " while other processes use it" if g.other_processes else ""
-            result.judge(
-                Verdict.INCONCLUSIVE if g.other_processes else Verdict.FAIL, f"GPU {g.index}: {text}{contention}"
-            )
+            verdict = Verdict.INCONCLUSIVE if g.other_processes else Verdict.FAIL
+            result.judge(verdict, f"GPU {g.index}: {text}{contention}")
 
         for dtype, share in row.tflops_of_peak.items():
             if share is not None and share < LOW_MATMUL and dtype in ("bfloat16", "float16"):

@@ -144,9 +144,8 @@ def _of_system(error: OSError) -> DistdiagError:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
         raise error
     _discard_output()
-    return DistdiagError(
-        f"the output cannot be written: {error.strerror}", "check the disk that it goes to, and TMPDIR"
-    )
+    text = f"the output cannot be written: {error.strerror}"
+    return DistdiagError(text, "check the disk that it goes to, and TMPDIR")
 
 
 def _discard_output() -> None:

@@ -84,12 +84,8 @@ def _nothing_to_read(targets: tuple[str, ...], bad: list[tuple[str, str]]) -> Di
     if archive is not None:
         unpack = "unzip -d unpacked" if archive.endswith(".zip") else "mkdir unpacked && tar -C unpacked -xf"
         hint = f"unpack the archive first: {unpack} {shlex.quote(archive)} && distdiag diagnose unpacked"
-    return DistdiagError(
-        printable(what),
-        printable(hint),
-        ExitCode.NO_DATA if not bad else ExitCode.USAGE,
-        "no_dumps",
-    )
+    code = ExitCode.NO_DATA if not bad else ExitCode.USAGE
+    return DistdiagError(printable(what), printable(hint), code, "no_dumps")
 
 
 def _of_run(target: str | None) -> Report:
@@ -245,9 +241,8 @@ def _report(targets: tuple[str, ...]) -> Report:
         )
     runs = [t for t in targets if _is_run(t)]
     if len(runs) > 1:
-        raise DistdiagError(
-            f"{runs[0]} and {runs[1]} are both runs", "give one run, with or without its logs and dumps"
-        )
+        hint = "give one run, with or without its logs and dumps"
+        raise DistdiagError(f"{runs[0]} and {runs[1]} are both runs", hint)
     return _with_files(_of_run(runs[0]), tuple(t for t in targets if t not in runs)) if runs else _of_files(targets)
 
 
@@ -302,11 +297,8 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
     try:
         found = diagnose(targets[0], traces)
     except BadTrace as e:
-        raise DistdiagError(
-            printable(str(e)),
-            "give one trace per rank, as export_chrome_trace of torch.profiler writes it",
-            kind="no_traces",
-        ) from None
+        hint = "give one trace per rank, as export_chrome_trace of torch.profiler writes it"
+        raise DistdiagError(printable(str(e)), hint, kind="no_traces") from None
     if as_json:
         say_json(found)
     else:

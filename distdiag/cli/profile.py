@@ -50,9 +50,8 @@ def _culprit(run_dir: Path, views: list[RankView]) -> tuple[int, int, str]:
     except RunUnreadable:
         pass
     if len(times) < 2:
-        raise DistdiagError(
-            "fewer than two ranks on this node have recorded a step", "name the ranks: --ranks 0,1", ExitCode.NO_DATA
-        )
+        text = "fewer than two ranks on this node have recorded a step"
+        raise DistdiagError(text, "name the ranks: --ranks 0,1", ExitCode.NO_DATA)
     slowest, reason = max(times, key=lambda q: times[q]), ""
     if found and found[0].culprits[0] in times:
         slowest, reason = found[0].culprits[0], "finding: straggler"
@@ -88,9 +87,8 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     if not 1 <= steps <= MAX_STEPS:
         raise DistdiagError(f"--steps {steps} is not between 1 and {MAX_STEPS}", "for example --steps 3")
     if not 0 < timeout_s <= 3000:
-        raise DistdiagError(
-            f"--timeout {timeout_s:g} is not between 0 and 3000", "give the time in seconds, for example --timeout 60"
-        )
+        text = f"--timeout {timeout_s:g} is not between 0 and 3000"
+        raise DistdiagError(text, "give the time in seconds, for example --timeout 60")
     if culprit and ranks is not None:
         raise DistdiagError("--culprit chooses the ranks itself", "leave out --ranks or --culprit")
     wanted = _ranks(ranks)

@@ -30,6 +30,5 @@ def new_file(path: Path, force: bool = False, own: bool = False) -> Iterator[IO[
     except FileExistsError:  # made meanwhile
         raise there from None
     except OSError as e:
-        raise DistdiagError(
-            f"cannot write {path}: {e.strerror or e}", "free some space, or choose another file with -o"
-        ) from e
+        hint = "free some space, or choose another file with -o"
+        raise DistdiagError(f"cannot write {path}: {e.strerror or e}", hint) from e

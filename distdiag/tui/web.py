@@ -38,9 +38,8 @@ def listener(port: int) -> socket.socket:
         s.listen(64)
     except OSError as e:
         s.close()
-        raise DistdiagError(
-            f"port {port} on {HOST} cannot be used: {e.strerror}", "leave --port out: any free one is taken"
-        ) from e
+        text = f"port {port} on {HOST} cannot be used: {e.strerror}"
+        raise DistdiagError(text, "leave --port out: any free one is taken") from e
     return s
 
 

@@ -145,10 +145,8 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
 
         return launch(options, nproc, deadline_s)
     if options.ranks:
-        raise DistdiagError(
-            f"--ranks starts its own ranks, but {place.launcher} has started this one",
-            "run it without a launcher, or leave --ranks out",
-        )
+        text = f"--ranks starts its own ranks, but {place.launcher} has started this one"
+        raise DistdiagError(text, "run it without a launcher, or leave --ranks out")
     from distdiag.probekit.ranks.work import run_rank
 
     gpus = _gpu_count()
@@ -166,9 +164,8 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
 def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
     """Return the memory of a training step by formula; no rank is started."""
     if place is not None:
-        raise DistdiagError(
-            f"memory on paper needs no ranks, but {place.launcher} has started this one", "run it without a launcher"
-        )
+        text = f"memory on paper needs no ranks, but {place.launcher} has started this one"
+        raise DistdiagError(text, "run it without a launcher")
     load_probe(options.name).check(options)
     from distdiag.probekit.step.on_paper import compute
 

@@ -300,9 +300,8 @@ def check_backend(options: Options, gpus: int) -> None:
         raise DistdiagError("--backend nccl cannot move CPU tensors", "--backend gloo, or --device cuda")
     if options.device == "cuda" and gpus == 0:
         asked = "--backend nccl" if options.backend == "nccl" else "--device cuda"
-        raise DistdiagError(
-            f"{asked}, but this host has no NVIDIA GPU that torch can use", "--device cpu --backend gloo"
-        )
+        text = f"{asked}, but this host has no NVIDIA GPU that torch can use"
+        raise DistdiagError(text, "--device cpu --backend gloo")
     if options.backend is None:
         options.backend = "nccl" if options.device == "cuda" and not options.share_gpus else "gloo"
 
@@ -312,7 +311,5 @@ def check_ranks(options: Options, ranks: int, min_ranks: int) -> None:
         raise DistdiagError(f"{options.name} needs {min_ranks} ranks, not {ranks}", f"--nproc {min_ranks}, or more")
     for injection in options.inject:
         if not 0 <= injection.rank < ranks:
-            raise DistdiagError(
-                f"--inject names rank {injection.rank}, but the ranks are 0 to {ranks - 1}",
-                f"rank={ranks - 1}, or --nproc",
-            )
+            text = f"--inject names rank {injection.rank}, but the ranks are 0 to {ranks - 1}"
+            raise DistdiagError(text, f"rank={ranks - 1}, or --nproc")

@@ -86,10 +86,8 @@ def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: i
     """Return the TIMEOUT error: which ranks never arrived, where the others wait, and which interface is used."""
     missing, silent = never_arrived(notes, world_size)
     if not missing:
-        return timed_out(
-            f"{label}: all {world_size} ranks are in it, and nothing completed for {limit_s:g} s",
-            f"the transport is stuck, not a rank; interface {where}",
-        )
+        text = f"{label}: all {world_size} ranks are in it, and nothing completed for {limit_s:g} s"
+        return timed_out(text, f"the transport is stuck, not a rank; interface {where}")
     waiting = [r for r in range(world_size) if r not in missing]
     parts = [f"{_ranks(missing)} never arrived within {limit_s:g} s"]
     if waiting:

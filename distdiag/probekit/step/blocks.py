@@ -89,9 +89,8 @@ def make_batch(job: Job) -> Batch:
 def check_batch(size: int, ranks: int) -> None:
     """Check that the global batch can be divided among the ranks."""
     if size % ranks:
-        raise DistdiagError(
-            f"--batch-size {size} cannot be divided by {ranks} ranks", f"--batch-size {size // ranks * ranks or ranks}"
-        )
+        text = f"--batch-size {size} cannot be divided by {ranks} ranks"
+        raise DistdiagError(text, f"--batch-size {size // ranks * ranks or ranks}")
 
 
 def make_model(name: str | None) -> nn.Module:
@@ -101,10 +100,8 @@ def make_model(name: str | None) -> nn.Module:
         return build_model(name or "simple")
     model = find_function("--model", name)()
     if not isinstance(model, nn.Module):
-        raise DistdiagError(
-            f"--model {name} returned a {type(model).__name__}",
-            "return an nn.Module that takes (n, 3, 32, 32) images",
-        )
+        hint = "return an nn.Module that takes (n, 3, 32, 32) images"
+        raise DistdiagError(f"--model {name} returned a {type(model).__name__}", hint)
     return model
 
 

@@ -119,10 +119,8 @@ def against_floor(result: Result, rows: list[Row], floor_gbps: float, unsure: bo
         sure = not unsure and best.iterations >= FEW
         result.judge(Verdict.FAIL if sure else Verdict.INCONCLUSIVE, f"{found} is below the floor of {floor_gbps:g}")
     elif low < floor_gbps:
-        result.judge(
-            Verdict.INCONCLUSIVE,
-            f"{found}: the interval contains the floor of {floor_gbps:g}; more --budget narrows it",
-        )
+        text = f"{found}: the interval contains the floor of {floor_gbps:g}; more --budget narrows it"
+        result.judge(Verdict.INCONCLUSIVE, text)
     else:
         result.reasons.append(f"{found} is above the floor of {floor_gbps:g}")
 

@@ -59,7 +59,7 @@ _C = Column[OpStats]
 COLUMNS = (
     _C("", "op", 11, "collective", lambda o: clean(o.op), "<", 0, 4),
     _C("", "group", 10, "process group", lambda o: clean(o.group), "<", 0, 6),
-    _C("", "n/step", 6, "how many per step", lambda o: per_step_text(o.per_step), ">", 2),
+    _C("", "n/step", 6, "how many per step", lambda o: decimal(o.per_step, 0 if (o.per_step or 0) >= 1 else 2), ">", 2),
     _C("", "size", 9, "bytes of one rank's tensor, as torch counts them", lambda o: size(o.bytes)),
     _C("", "p50 ms", 7, "median time on the rank that arrived last: the transfer", lambda o: _ms(o.p50_us)),
     _C("", "p99 ms", 7, "99 % are shorter; only of 100 and more", lambda o: _ms(o.p99_us), ">", 4),
@@ -310,7 +310,3 @@ def charts(o: OpStats, now: float, width: int, height: int, marks: Marks, ascii_
     made = grid(found, times[0], end, width - 1, height - 1, ascii_only)
     name = f" {clean(o.op)} {size(o.bytes) if o.bytes is not None else ''}".rstrip()
     return [line((name, "bold"), (f"   group {clean(o.group)}", "muted")), *made] if made else []
-
-
-def per_step_text(n: float | None) -> str:
-    return decimal(n, 0 if (n or 0) >= 1 else 2)
