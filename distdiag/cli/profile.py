@@ -14,9 +14,8 @@ from distdiag.streams import say, say_json
 if TYPE_CHECKING:
     from distdiag.monitor.evidence.request_profile import Asked, Taken
     from distdiag.monitor.ranks.state import RankView
-    from distdiag.traces.analyse import Entry, Message
+    from distdiag.traces.analyse import Message, Recorded
     from distdiag.traces.model import Profile
-    from distdiag.traces.profile import Recorded
     from distdiag.traces.read import Trace
 
 
@@ -145,7 +144,6 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
     from distdiag.page import profile_files
     from distdiag.traces import merge
     from distdiag.traces import saved as saved_profiles
-    from distdiag.traces.analyse import Entry
     from distdiag.traces.model import Missing
     from distdiag.traces.profile import profile_of
     from distdiag.traces.read import BadTrace, read
@@ -160,8 +158,7 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
         except (BadTrace, OSError) as e:
             missing.append(Missing(rank=a.rank, reason=f"its trace {e}" if isinstance(e, BadTrace) else str(e)))
             continue
-        entries = [Entry(e.op, e.group, e.seq, e.created_ns, e.bytes) for e in a.entries]
-        recorded[a.rank] = _recorded(a, trace, entries)
+        recorded[a.rank] = _recorded(a, trace)
     one_host = len({a.host for a in taken.ranks}) == 1
     found, collectives, offsets = profile_of(str(run_dir.absolute()), taken.number, recorded, missing, chosen, one_host)
     folder = profile_files.results(run_dir, taken.number)
@@ -183,15 +180,15 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
     return found
 
 
-def _recorded(a: Asked, trace: Trace, entries: list[Entry]) -> Recorded:
-    from distdiag.traces.profile import Recorded
+def _recorded(a: Asked, trace: Trace) -> Recorded:
+    from distdiag.traces.analyse import Entry, Recorded
 
     answer = a.answer
     assert answer is not None
     return Recorded(
         trace=trace,
         boundaries=[(step, ns) for step, ns in answer.boundaries],
-        entries=entries,
+        entries=[Entry(e.op, e.group, e.seq, e.created_ns, e.bytes) for e in a.entries],
         messages=_messages(a),
         lines=[(file, line, function, n) for file, line, function, n in answer.lines],
         samples=answer.samples,
