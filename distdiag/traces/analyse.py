@@ -59,23 +59,16 @@ class Message:
 
 @dataclass(slots=True)
 class Recorded:
-    """What one rank recorded.
-
-    Attributes:
-        boundaries: (step, wall clock in ns at its end), ascending.
-        lines: (file, line, function, samples) of the training thread.
-        measured: Further fields of `RankTimes`.
-        window: Begin and end of the steps that are analysed, on the clock of the trace.
-    """
+    """What one rank recorded."""
 
     trace: Trace
-    boundaries: Sequence[tuple[int, int]]
+    boundaries: Sequence[tuple[int, int]]  # (step, wall clock in ns at its end), ascending
     entries: Sequence[Entry] = ()
-    lines: Sequence[tuple[str, int, str, int]] = ()
+    lines: Sequence[tuple[str, int, str, int]] = ()  # (file, line, function, samples) of the training thread
     samples: int = 0
-    measured: Mapping[str, Any] = field(default_factory=dict)
+    measured: Mapping[str, Any] = field(default_factory=dict)  # further fields of `RankTimes`
     messages: Sequence[Message] = ()
-    window: Window = EVER
+    window: Window = EVER  # of the steps that are analysed, on the clock of the trace
     steps: int = 1
 
     def compute(self) -> Spans:

@@ -91,58 +91,45 @@ class Op:
 
 @dataclass(slots=True)
 class Comm:
-    """One collective or message as one rank saw it.
-
-    Attributes:
-        seq: Its number in the group; of a message, among those with the same ends.
-        ends: Of a message: sender and receiver, `0->1`, and the tag if it is not 0.
-    """
+    """One collective or message as one rank saw it."""
 
     op: str
     start: float
     end: float
     group: str | None = None
-    seq: int | None = None
+    seq: int | None = None  # its number in the group; of a message, among those with the same ends
     bytes: int | None = None
     thread: int | str | None = None
     module: str | None = None
-    ends: str | None = None
+    ends: str | None = None  # of a message: sender and receiver, `0->1`, and the tag if it is not 0
 
 
 @dataclass(slots=True)
 class Trace:
-    """One rank's trace.
-
-    Attributes:
-        world_size: Of the job; None if not in the file.
-        base_ns: Wall clock of time 0; 0 if not in the file.
-        device: (start, end) of kernels and copies that compute; empty if only the host was traced.
-        marks: ProfilerStep annotations: (number, start, end).
-        parts: What `record_function` names on the host, as the optimizer's step; `syncs`: when the host began to wait for its device.
-        functions: By name and line: (start, end) of the user's functions, with with_stack=True.
-        loads: (start, end) of waits for the data loader; `own_loads` if the training process itself loads (num_workers=0).
-        host, where: Its host; its host and device, as `gpu-7, GPU 3 (NVIDIA A100)`; empty if not in the file.
-        compute, operators, kernels, inputs: Taken from `ops` and `device` by `Recorded.condense`, which empties both.
-    """
+    """One rank's trace."""
 
     rank: int | None
-    base_ns: int
+    base_ns: int  # wall clock of time 0; 0 if not in the file
     ops: list[Op] = field(default_factory=list)
     comms: list[Comm] = field(default_factory=list)
+    # of kernels and copies that compute; empty if only the host was traced
     device: list[tuple[float, float]] = field(default_factory=list)
+    # ProfilerStep annotations: (number, start, end)
     marks: list[tuple[int, float, float]] = field(default_factory=list)
-    loads: list[tuple[float, float]] = field(default_factory=list)
-    own_loads: bool = False
-    parts: list[Op] = field(default_factory=list)
-    syncs: list[float] = field(default_factory=list)
+    loads: list[tuple[float, float]] = field(default_factory=list)  # waits for the data loader
+    own_loads: bool = False  # the training process itself loads (num_workers=0)
+    parts: list[Op] = field(default_factory=list)  # what `record_function` names on the host, as the optimizer's step
+    syncs: list[float] = field(default_factory=list)  # when the host began to wait for its device
+    # by name and line: of the user's functions, with with_stack=True
     functions: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     host: str = ""
-    where: str = ""
+    where: str = ""  # its host and device, as `gpu-7, GPU 3 (NVIDIA A100)`; empty if not in the file
+    # this and the next three: taken from `ops` and `device` by `Recorded.condense`, which empties both
     compute: list[tuple[float, float]] | None = None
     operators: list[Operator] | None = None
     kernels: tuple[float, float] | None = None
     inputs: Counter[Input] | None = None
-    world_size: int | None = None
+    world_size: int | None = None  # of the job; None if not in the file
 
     def us(self, wall_ns: int) -> float:
         """Return a wall-clock time as µs of this trace."""

@@ -37,18 +37,13 @@ _ROUNDS = 12  # of messages, to compare the clocks of two hosts
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a rank announces of itself.
-
-    Args:
-        node: Containers and namespaces of one machine count as several.
-        network: Equal on ranks that share their interfaces, with the loopback.
-    """
+    """What a rank announces of itself."""
 
     host: str
-    node: str
+    node: str  # containers and namespaces of one machine count as several
     interface: Interface
     clock: str
-    network: str
+    network: str  # equal on ranks that share their interfaces, with the loopback
 
 
 class Job:

@@ -47,33 +47,26 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class Block:
-    """Consecutive steps of one case in one set of processes: on one rank, then (`merged`) on all.
-
-    Args:
-        times_ms: Of each step after the warm-up, on the slowest rank.
-        quiet_ms: The same of steps without communication; DDP only.
-        idle_share: Share of the step in which stages had nothing to compute, mean of the ranks; on the CPU.
-        state: Of the rank that has most.
-        peak_host_bytes: Of the rank with the highest; None if the process is not fresh.
-        blocked_ms: Time in FSDP's collectives in each step, on the rank that waits least; where they block the host.
-        saved_bytes: Activations saved for backward in the first step, of the rank that has most; None: in threads.
-    """
+    """Consecutive steps of one case in one set of processes: on one rank, then (`merged`) on all."""
 
     case: Case
     label: str
     ranks: int
     threads: int
-    times_ms: list[float] = field(default_factory=list)
-    quiet_ms: list[float] = field(default_factory=list)
+    times_ms: list[float] = field(default_factory=list)  # of each step after the warm-up, on the slowest rank
+    quiet_ms: list[float] = field(default_factory=list)  # the same of steps without communication; DDP only
     parts_ms: dict[str, float] = field(default_factory=dict)
-    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))
+    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))  # of the rank that has most
     expected: StateBytes | None = None
-    peak_host_bytes: int | None = None
+    peak_host_bytes: int | None = None  # of the rank with the highest; None if the process is not fresh
     peak_device_bytes: int | None = None
+    # of the step, in which stages had nothing to compute, mean of the ranks; on the CPU
     idle_share: float | None = None
     expected_idle_share: float | None = None
     noise: BlockNoise | None = None
+    # activations saved for backward in the first step, of the rank that has most; None: in threads
     saved_bytes: int | None = None
+    # time in FSDP's collectives in each step, on the rank that waits least; where they block the host
     blocked_ms: list[float] = field(default_factory=list)
 
 

@@ -19,20 +19,14 @@ from distdiag.train.strategies.stages import IMAGE
 
 @dataclass
 class Stated:
-    """`--params`, with equal stages and blocks.
+    """`--params`, with equal stages and blocks; None: not given."""
 
-    Args:
-        parameters: Of the whole model.
-        layers: Equal blocks; None: not given.
-        whole: Activations of the global batch in one process; None: not given.
-        gathered: Parameters that FSDP holds gathered at once: a block, and the next one, which it fetches ahead.
-        block: Parameters of the largest block, whose gradients FSDP holds whole before it divides them.
-    """
-
-    parameters: int
-    layers: int | None = None
-    whole: int | None = None
+    parameters: int  # of the whole model
+    layers: int | None = None  # equal blocks
+    whole: int | None = None  # activations of the global batch in one process
+    # parameters that FSDP holds gathered at once: a block, and the next one, which it fetches ahead
     gathered: int | None = None
+    # parameters of the largest block, whose gradients FSDP holds whole before it divides them
     block: int | None = None
 
     def __post_init__(self) -> None:
