@@ -57,8 +57,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
-
     run: str
     name: str
     state: str

@@ -133,8 +133,6 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
-
     schema: str = SCHEMA
     run: str
     name: str

@@ -40,7 +40,6 @@ class Run(reader.Run):
         return Plot(self)
 
     def _repr_html_(self) -> str:
-        """Return the verdict for a cell of a notebook."""
         return verdict_html(self.report())
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

@@ -35,8 +35,6 @@ _INJECT_HINT = "write delay:rank=1,ms=5 or corrupt:rank=1 or drop:rank=1"
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """One fault on one rank."""
-
     kind: str  # delay | corrupt | drop
     rank: int
     delay_s: float = 0.0
@@ -249,7 +247,6 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
 
 
 def _check(options: Options, probe: str) -> None:
-    """Check values and options that exclude each other."""
     if options.budget_s < LEAST_BUDGET_S:
         text = f"--budget {options.budget_s:g} s is too small: starting the ranks takes longer"
         raise DistdiagError(text, f"give at least {LEAST_BUDGET_S:g} s")

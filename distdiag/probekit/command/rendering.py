@@ -47,7 +47,6 @@ def check_output(options: Options) -> None:
 
 
 def render(results: list[Result], options: Options) -> str:
-    """Return the results as text in `options.output_format`."""
     match options.output_format:
         case "json":
             return json.dumps(as_json(results, options), indent=2)

@@ -35,8 +35,6 @@ def shown(value: float | None, form: str) -> str | None:
 
 @dataclass(slots=True)
 class Table:
-    """Rows of cells as text."""
-
     headers: list[str]
     rows: list[list[str]]
     left: set[int]

@@ -18,8 +18,6 @@ NO_ADDRESS = "no address"
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Interface name, IPv4 address, and the reason for the choice."""
-
     name: str
     address: str
     reason: str

@@ -80,7 +80,6 @@ def make_batch(job: Job) -> Batch:
 
 
 def check_batch(size: int, ranks: int) -> None:
-    """Check that the global batch can be divided among the ranks."""
     if size % ranks:
         text = f"--batch-size {size} cannot be divided by {ranks} ranks"
         raise DistdiagError(text, f"--batch-size {size // ranks * ranks or ranks}")
@@ -256,7 +255,6 @@ def _highest(values: list[int | None]) -> int | None:
 
 
 def label_of(case: Case, device: str, threads: int) -> str:
-    """Return the strategy's name for a table."""
     more = {
         "single-threads": f", {threads} threads",
         "dataparallel": "" if device == "cuda" else " (threads)",

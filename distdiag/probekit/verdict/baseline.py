@@ -77,7 +77,6 @@ def saved(path: str) -> Any:
 
 
 def load(path: str) -> list[Entry]:
-    """Return the entries of a baseline file."""
     hint = "`distdiag probe NAME --save FILE` writes one"
     try:
         data = saved(path)

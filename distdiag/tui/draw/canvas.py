@@ -84,7 +84,6 @@ class Canvas(Widget, can_focus=True):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """What is shown, from the top."""
         return tuple(self._lines)
 
     def show(self, lines: list[Line]) -> int:
@@ -170,7 +169,6 @@ class Canvas(Widget, can_focus=True):
         return found
 
     def picture(self, title: str) -> str:
-        """Return the content as SVG."""
         return svg(self._lines, self.style_of, self.size.width, title)
 
     def notify_style_update(self) -> None:

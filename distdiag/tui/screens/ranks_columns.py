@@ -277,7 +277,6 @@ _COLUMNS = (
 
 
 def list_groups(sheet: Sheet, snap: Snapshot, ui: Ui, room: int) -> None:
-    """Write header and rows."""
     found = {g.node: g for g in groups(snap, ui)}
     host = _N("node", "node", host_width(snap), "host", lambda g: short_host(g.host), "<")
     chosen = choose([host, *_COLUMNS], sheet.width, lead=2)
