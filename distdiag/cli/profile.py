@@ -14,7 +14,7 @@ from distdiag.streams import say, say_json
 if TYPE_CHECKING:
     from distdiag.monitor.evidence.request_profile import Asked, Taken
     from distdiag.monitor.ranks.state import RankView
-    from distdiag.traces.analyse import Message, Recorded
+    from distdiag.traces.analyse import Issued, Recorded
     from distdiag.traces.model import Profile
     from distdiag.traces.read import Trace
 
@@ -181,14 +181,14 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
 
 
 def _recorded(a: Asked, trace: Trace) -> Recorded:
-    from distdiag.traces.analyse import Entry, Recorded
+    from distdiag.traces.analyse import Issued, Recorded
 
     answer = a.answer
     assert answer is not None
     return Recorded(
         trace=trace,
         boundaries=[(step, ns) for step, ns in answer.boundaries],
-        entries=[Entry(e.op, e.group, e.seq, e.created_ns, e.bytes) for e in a.entries],
+        entries=[Issued(e.op, e.group, e.seq, e.created_ns, e.bytes) for e in a.entries],
         messages=_messages(a),
         lines=[(file, line, function, n) for file, line, function, n in answer.lines],
         samples=answer.samples,
@@ -199,8 +199,8 @@ def _recorded(a: Asked, trace: Trace) -> Recorded:
     )
 
 
-def _messages(a: Asked) -> list[Message]:
-    from distdiag.traces.analyse import Message
+def _messages(a: Asked) -> list[Issued]:
+    from distdiag.traces.analyse import Issued
     from distdiag.traces.read import message_ends
 
     out = []
@@ -208,5 +208,5 @@ def _messages(a: Asked) -> list[Message]:
         if c.peer is not None and c.nth:
             sends = c.op.endswith("send")
             ends = message_ends(*((a.rank, c.peer) if sends else (c.peer, a.rank)), c.tag)
-            out.append(Message("send" if sends else "recv", c.group, ends, c.nth, entered_ns, c.bytes))
+            out.append(Issued("send" if sends else "recv", c.group, c.nth, entered_ns, c.bytes, ends))
     return out

@@ -35,26 +35,15 @@ LEAST_SAMPLES = 3  # of a line; fewer show nothing
 
 
 @dataclass(slots=True)
-class Entry:
-    """One collective by the flight recorder, which the trace of a gloo job lacks."""
+class Issued:
+    """One collective by the flight recorder, one send or recv by its call: the trace of a gloo job lacks their numbers."""
 
     op: str
     group: str
-    seq: int
-    created_ns: int
+    seq: int  # of a message, among those with these ends
+    at_ns: int  # wall clock
     bytes: int | None
-
-
-@dataclass(slots=True)
-class Message:
-    """One send or recv as the recorder saw its call, which the trace of a gloo job lacks."""
-
-    op: str  # send or recv
-    group: str
-    ends: str  # as `read.message_ends` returns them
-    number: int  # among those with these ends
-    entered_ns: int  # wall clock
-    bytes: int | None
+    ends: str | None = None  # of a message, as `read.message_ends` returns them
 
 
 @dataclass(slots=True)
@@ -63,11 +52,11 @@ class Recorded:
 
     trace: Trace
     boundaries: Sequence[tuple[int, int]]  # (step, wall clock in ns at its end), ascending
-    entries: Sequence[Entry] = ()
+    entries: Sequence[Issued] = ()
     lines: Sequence[tuple[str, int, str, int]] = ()  # (file, line, function, samples) of the training thread
     samples: int = 0
     measured: Mapping[str, Any] = field(default_factory=dict)  # further fields of `RankTimes`
-    messages: Sequence[Message] = ()
+    messages: Sequence[Issued] = ()
     window: Window = EVER  # of the steps that are analysed, on the clock of the trace
     steps: int = 1
 
@@ -150,13 +139,13 @@ class Recorded:
         trace.ops, trace.device = [], []
 
 
-def number_messages(trace: Trace, messages: Sequence[Message]) -> None:
+def number_messages(trace: Trace, messages: Sequence[Issued]) -> None:
     """Give each message of the trace the ends and the number of the call that issued it: the newest one before it.
 
     If two messages follow one call, a call between them is not known, and neither is the second one's.
     """
     for op in ("send", "recv"):
-        calls = sorted((trace.us(m.entered_ns), i) for i, m in enumerate(messages) if m.op == op)
+        calls = sorted((trace.us(m.at_ns), i) for i, m in enumerate(messages) if m.op == op)
         newest = -1
         for c in trace.comms:
             if not c.op.startswith(op) or c.ends is not None:
@@ -165,14 +154,14 @@ def number_messages(trace: Trace, messages: Sequence[Message]) -> None:
             if at <= newest or c.start - calls[at][0] > ISSUED_US:
                 continue
             newest, m = at, messages[calls[at][1]]
-            c.group, c.seq, c.ends, c.bytes = m.group, m.number, m.ends, m.bytes
+            c.group, c.seq, c.ends, c.bytes = m.group, m.seq, m.ends, m.bytes
 
 
-def number_collectives(trace: Trace, entries: Sequence[Entry]) -> None:
+def number_collectives(trace: Trace, entries: Sequence[Issued]) -> None:
     """Give collectives without a group and number those of the nearest entry of the same operation, in order."""
-    by_op: dict[str, list[tuple[float, Entry]]] = defaultdict(list)
+    by_op: dict[str, list[tuple[float, Issued]]] = defaultdict(list)
     for e in entries:
-        by_op[e.op].append((trace.us(e.created_ns), e))
+        by_op[e.op].append((trace.us(e.at_ns), e))
     for of_op in by_op.values():
         of_op.sort(key=lambda pair: pair[0])
     used: dict[str, int] = defaultdict(int)
