@@ -106,11 +106,10 @@ class DistdiagApp(App[None]):
         )
 
     def on_mount(self) -> None:
-        theme = (
-            self._wanted_theme
-            or os.environ.get("TEXTUAL_THEME")
-            or ("textual-light" if _light_terminal() else "textual-dark")
-        )
+        # several terminals set COLORFGBG as `foreground;background`; 7 and 15 are light
+        light = os.environ.get("COLORFGBG", "").rsplit(";", 1)[-1] in ("7", "15")
+        theme = self._wanted_theme or os.environ.get("TEXTUAL_THEME")
+        theme = theme or ("textual-light" if light else "textual-dark")
         if theme in self.available_themes:
             self.theme = theme
         self.canvas.focus()
@@ -286,11 +285,6 @@ class DistdiagApp(App[None]):
             ("", "all ranks"),
         ):
             yield SystemCommand(f"Filter: {text or 'off'}", meaning, partial(self.set_filter, text))
-        yield SystemCommand("Go to the first moment", "replay from the beginning", go.action_first_moment)
+        yield SystemCommand("Go to the first moment", "replay from the beginning", partial(go.action_step, -1_000_000))
         yield SystemCommand("Go to rank …", "type the number of the rank instead", self.action_command_palette)
         yield SystemCommand("Theme", "colours, light and dark", self.action_change_theme)
-
-
-def _light_terminal() -> bool:
-    """True if COLORFGBG, which several terminals set as `foreground;background`, has a light background: 7 or 15."""
-    return os.environ.get("COLORFGBG", "").rsplit(";", 1)[-1] in ("7", "15")

@@ -169,9 +169,6 @@ class Navigation:
         if at is not None:
             self.app.source.step(at, by, lambda found_s: self.app.call_later(self._moved, found_s))
 
-    def action_first_moment(self) -> None:
-        self.action_step(-1_000_000)
-
     def action_travel(self) -> None:
         items = self.page.items(self.app.snap, self.ui)
         if self.ui.page != "findings" or not items:

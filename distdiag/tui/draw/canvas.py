@@ -215,16 +215,15 @@ class Canvas(Widget, can_focus=True):
         self._wheel(event, -3)
 
     def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
-        event.stop()
-        self.post_message(self.Wheel(-3, "pan"))
+        self._wheel(event, -3, "pan")
 
     def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
-        event.stop()
-        self.post_message(self.Wheel(3, "pan"))
+        self._wheel(event, 3, "pan")
 
-    def _wheel(self, event: events.MouseEvent, by: int) -> None:
+    def _wheel(self, event: events.MouseEvent, by: int, how: str = "") -> None:
         event.stop()
-        self.post_message(self.Wheel(by, "zoom" if event.ctrl else "pan" if event.shift else "move"))
+        how = how or ("zoom" if event.ctrl else "pan" if event.shift else "move")
+        self.post_message(self.Wheel(by, how))
 
     def on_resize(self) -> None:
         self.post_message(self.Resized())

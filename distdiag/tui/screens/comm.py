@@ -77,13 +77,17 @@ FLIGHT = (
     _F("", "seq", 8, "sequence number in its group", lambda f: integer(f.seq)),
     _F("", "size", 9, "bytes", lambda f: size(f.bytes), ">", 2),
     _F("", "age", 12, "of the rank that waits longest", lambda f: seconds(f.age_s)),
-    _F("", "entered", 14, "ranks that are in it", lambda f: _entered(f), "<", 1),
+    _F(
+        "",
+        "entered",
+        14,
+        "ranks that are in it",
+        lambda f: f"{len(f.entered):,}" + (f" of {f.size:,}" if f.size else ""),
+        "<",
+        1,
+    ),
     _F("", "waits for", 16, "members that have not entered it", lambda f: _missing(f), "<", 0, 60),
 )
-
-
-def _entered(f: InFlight) -> str:
-    return f"{len(f.entered):,} of {f.size:,}" if f.size else f"{len(f.entered):,}"
 
 
 def _missing(f: InFlight) -> Cell:

@@ -123,10 +123,6 @@ def _at(s: Shown) -> Cell:
     return (text, s.mark.style) if s.mark.level >= severity.WARN.level else text
 
 
-def _state(s: Shown) -> Cell:
-    return severity.state_of(s.row, s.mark, s.stuck)
-
-
 def host_width(snap: Snapshot) -> int:
     """Return the cells of the node column: as wide as the longest host name, from 8 to 20."""
     return max(8, min(20, snap.summary.layout.host_cells))
@@ -147,7 +143,14 @@ _LAST = _C("", "last collective", 18, "newest collective issued, with its size",
 _PID = _C("", "pid", 8, "process id on its node", lambda s: integer(s.row.pid), ">", 20)
 _AT = _C("", "at", 16, "the main thread's innermost line of the job's own code", _at, "<", 16, 24)
 _STATE = _C(
-    "", "state", 8, "worst open finding that names the rank, or what happened to its process", _state, "<", 0, 6
+    "",
+    "state",
+    8,
+    "worst open finding that names the rank, or what happened to its process",
+    lambda s: severity.state_of(s.row, s.mark, s.stuck),
+    "<",
+    0,
+    6,
 )
 _MEMORY = _C("memory", "mem GiB", 7, "peak of torch's allocator on the device; without one, the process's RSS; the bar is the share of "
              "the device's, or of the host's, memory", _memory, ">", 2)  # fmt: skip
