@@ -142,16 +142,8 @@ _SEQ = _C("", "seq", 7, "newest collective's number in its group", _sequence, ">
 _LAST = _C("", "last collective", 18, "newest collective issued, with its size", _last, "<", 10)
 _PID = _C("", "pid", 8, "process id on its node", lambda s: integer(s.row.pid), ">", 20)
 _AT = _C("", "at", 16, "the main thread's innermost line of the job's own code", _at, "<", 16, 24)
-_STATE = _C(
-    "",
-    "state",
-    8,
-    "worst open finding that names the rank, or what happened to its process",
-    lambda s: severity.state_of(s.row, s.mark, s.stuck),
-    "<",
-    0,
-    6,
-)
+_STATE = _C("", "state", 8, "worst open finding that names the rank, or what happened to its process",
+            lambda s: severity.state_of(s.row, s.mark, s.stuck), "<", 0, 6)  # fmt: skip
 _MEMORY = _C("memory", "mem GiB", 7, "peak of torch's allocator on the device; without one, the process's RSS; the bar is the share of "
              "the device's, or of the host's, memory", _memory, ">", 2)  # fmt: skip
 _GPU_USE = _C("", "GPU %", 6 + GAUGE, "utilisation of the rank's GPU, newest sample", _cpu, ">", 5, 0, GAUGE + 1,
