@@ -104,7 +104,7 @@ class Collective(Probe):
 
     def run(self, job: Job) -> Result | None:
         """Measure the ceilings, then every size (correctness, then time); return the result on rank 0."""
-        ceilings = measure_ceilings(job)
+        measure_ceilings(job)
         pattern = Pattern(job.dtype, job.world_size)
         sizes = self.sizes(job)
         measured: list[tuple[int, Stamped, list[WrongValues]]] = []
@@ -130,7 +130,7 @@ class Collective(Probe):
                 measured.append((size, None, wrong))  # type: ignore[arg-type]  # only its length counts there
         if job.rank != 0:
             return None
-        return collective_result.build(self.name, self.op, job, measured, ceilings, skipped)
+        return collective_result.build(self.name, self.op, job, measured, skipped)
 
     def sizes(self, job: Job) -> list[int]:
         return job.options.sizes(job.world_size, self.in_parts) if self.moves else [0]

@@ -116,12 +116,8 @@ class Watchdog(threading.Thread):
         publish_error: Callable[[Any, DistdiagError], None],
     ) -> None:
         super().__init__(name="distdiag-probe-watchdog", daemon=True)
-        self._progress = progress
-        self._rank = rank
-        self._world_size = world_size
-        self._where = where
-        self._connect = connect
-        self._publish_error = publish_error
+        self._progress, self._rank, self._world_size, self._where = progress, rank, world_size, where
+        self._connect, self._publish_error = connect, publish_error
         self._store: Any = None
         self._ended = threading.Event()
         self._lock = threading.Lock()

@@ -30,15 +30,10 @@ DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucke
 
 
 def build(
-    name: str,
-    op: str,
-    job: Job,
-    measured: list[tuple[int, Stamped, list[WrongValues]]],
-    ceilings: dict[str, float | None],
-    skipped: list[int],
+    name: str, op: str, job: Job, measured: list[tuple[int, Stamped, list[WrongValues]]], skipped: list[int]
 ) -> Result:
     result = new_result(job, name)
-    result.ceilings = dict(ceilings)
+    result.ceilings = dict(job.ceilings or {})
     medians: list[Samples] = []
     for size, stamped, wrong in measured:
         row, replicates, block_medians = make_row(op, size, stamped, wrong, job)
