@@ -30,11 +30,8 @@ def profile_of(
 ) -> tuple[Profile, dict[Key, dict[int, Comm]], dict[int, float]]:
     """Return the profile, the collectives that ranks share, and the offset of each trace on the common clock (µs).
 
-    The traces' times are moved to that clock.
-
-    Args:
-        chosen: Culprit, peer, and why it is the culprit, if two ranks are compared.
-        same_clock: All ranks are on one host. Else ranks whose collectives end at other times have another clock.
+    The traces' times are moved to that clock. `chosen`: culprit, peer, and why it is the culprit, if two are compared.
+    If not all ranks are on one host (`same_clock`), ranks whose collectives end at other times have another clock.
     """
     missing, notes = list(missing), []
     common = _common_steps(recorded)
