@@ -10,17 +10,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from distdiag.cli.options import ascii_option, fail_on_option
 from distdiag.cli.verdict import exit_code, notes_on_latest, print_text
+from distdiag.diagnosis.model.findings import BAD_STATES, Report, Severity, at_least, still_open
+from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable, why_lines
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.page import directories
+from distdiag.store import rundir
+from distdiag.store.liveness import MONITOR_LOG, failure_of
+from distdiag.store.opening import RunUnreadable, locate
+from distdiag.store.reader import open_run
 from distdiag.streams import say, say_json
-
-if TYPE_CHECKING:
-    from distdiag.diagnosis.model.findings import Report
+from distdiag.terms.units import counted
 
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
@@ -32,13 +37,10 @@ _ARCHIVE = re.compile(r"\.(?:zip|tar(?:\.\w{1,4})?|t(?:gz|bz2?|xz|zst))$")
 
 def _of_files(targets: tuple[str, ...]) -> Report:
     """Return the verdict on dumps and logs; with both, the dumps show who waits, the logs who failed."""
-    import msgspec
-
     from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
     from distdiag.sources.logs.files import find_logs
     from distdiag.sources.logs.verdict import diagnose_logs, failures_first
     from distdiag.sources.stacks.files import diagnose_stacks
-    from distdiag.store import rundir
 
     logs = find_logs(targets)
     named = {str(path) for path in logs}
@@ -68,7 +70,6 @@ def _of_files(targets: tuple[str, ...]) -> Report:
 
 def _nothing_to_read(targets: tuple[str, ...], bad: list[tuple[str, str]]) -> DistdiagError:
     """Return the error for files of which none is a dump or a log."""
-    from distdiag.diagnosis.text.finding import printable
     from distdiag.tapes.tape import is_tape
 
     if not bad:
@@ -84,21 +85,11 @@ def _nothing_to_read(targets: tuple[str, ...], bad: list[tuple[str, str]]) -> Di
     if archive is not None:
         unpack = "unzip -d unpacked" if archive.endswith(".zip") else "mkdir unpacked && tar -C unpacked -xf"
         hint = f"unpack the archive first: {unpack} {shlex.quote(archive)} && distdiag diagnose unpacked"
-    return DistdiagError(
-        printable(what),
-        printable(hint),
-        ExitCode.NO_DATA if not bad else ExitCode.USAGE,
-        "no_dumps",
-    )
+    code = ExitCode.NO_DATA if not bad else ExitCode.USAGE
+    return DistdiagError(printable(what), printable(hint), code, "no_dumps")
 
 
 def _of_run(target: str | None) -> Report:
-    import msgspec
-
-    from distdiag.store import rundir
-    from distdiag.store.liveness import MONITOR_LOG, failure_of
-    from distdiag.store.opening import locate
-    from distdiag.store.reader import open_run
 
     path = rundir.resolve(target)
     if (newer := rundir.newer_launch(path)) is not None and rundir.failed_launch(newer[0]) is not None:
@@ -123,13 +114,9 @@ def _finish(path: Path) -> None:
 
     Returns at once if no monitor of the run runs here, and none can be started.
     """
-    from distdiag.page import directories
-
     if not directories.of_run(path):
         return  # closed, or on another host
     from distdiag.recorder.start_monitor import take_over
-    from distdiag.store.opening import RunUnreadable
-    from distdiag.store.reader import open_run
 
     pages, taken = take_over(path)
     started = time.time()
@@ -148,11 +135,6 @@ def _finish(path: Path) -> None:
 
 def _with_files(run: Report, others: tuple[str, ...]) -> Report:
     """Return the verdict on a run and its logs or dumps: the run's own, unless only they show an error."""
-    import msgspec
-
-    from distdiag.diagnosis.model.findings import Severity, at_least, still_open
-    from distdiag.diagnosis.text.finding import printable
-    from distdiag.terms.units import counted
 
     files = _of_files(others)
     errors = [f for f in files.findings if at_least(f.severity, Severity.ERROR)]
@@ -166,10 +148,6 @@ def _with_files(run: Report, others: tuple[str, ...]) -> Report:
 
 def _autopsy(path: Path) -> Report | None:
     """Return the verdict on a job that was killed together with its monitor; None for any other run."""
-    from distdiag.page import directories
-    from distdiag.store.opening import RunUnreadable
-    from distdiag.store.reader import open_run
-
     try:
         with open_run(path) as run:
             closed = run.meta.get("ended_s") is not None
@@ -183,8 +161,6 @@ def _autopsy(path: Path) -> Report | None:
 
 
 def _is_run(target: str) -> bool:
-    from distdiag.store import rundir
-
     path = Path(target)
     rundir.check_readable(path)
     if path.name == rundir.DATABASE:
@@ -245,15 +221,13 @@ def _report(targets: tuple[str, ...]) -> Report:
         )
     runs = [t for t in targets if _is_run(t)]
     if len(runs) > 1:
-        raise DistdiagError(
-            f"{runs[0]} and {runs[1]} are both runs", "give one run, with or without its logs and dumps"
-        )
+        hint = "give one run, with or without its logs and dumps"
+        raise DistdiagError(f"{runs[0]} and {runs[1]} are both runs", hint)
     return _with_files(_of_run(runs[0]), tuple(t for t in targets if t not in runs)) if runs else _of_files(targets)
 
 
 def _print_why(report: Report, kind: str) -> None:
     from distdiag.diagnosis.kinds import KINDS
-    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable, why_lines
 
     if kind not in KINDS:
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(KINDS)}")
@@ -272,11 +246,7 @@ def _traces(targets: tuple[str, ...]) -> list[Path]:
 
 def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report | None:
     """Return the verdict on the dumps and logs that were given together with traces, if the job failed."""
-    import msgspec
-
-    from distdiag.diagnosis.model.findings import BAD_STATES
     from distdiag.sources.dumps.files import find
-    from distdiag.terms.units import counted
 
     known = set(traces)
     others = tuple(str(path) for path, _ in find(map(Path, targets)) if path not in known)
@@ -294,7 +264,6 @@ def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report |
 
 def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool) -> int:
     """Analyse the Kineto traces of several ranks together and print the result."""
-    from distdiag.diagnosis.text.finding import printable
     from distdiag.traces import text
     from distdiag.traces.files import diagnose
     from distdiag.traces.read import BadTrace
@@ -302,11 +271,8 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
     try:
         found = diagnose(targets[0], traces)
     except BadTrace as e:
-        raise DistdiagError(
-            printable(str(e)),
-            "give one trace per rank, as export_chrome_trace of torch.profiler writes it",
-            kind="no_traces",
-        ) from None
+        hint = "give one trace per rank, as export_chrome_trace of torch.profiler writes it"
+        raise DistdiagError(printable(str(e)), hint, kind="no_traces") from None
     if as_json:
         say_json(found)
     else:
