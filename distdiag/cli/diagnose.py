@@ -36,20 +36,21 @@ def _of_files(targets: tuple[str, ...]) -> Report:
 
     from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
     from distdiag.sources.logs.files import find_logs
-    from distdiag.sources.logs.verdict import diagnose_logs, failures_first
+    from distdiag.sources.logs.verdict import diagnose_logs, failures_first, stopped
     from distdiag.sources.stacks.files import diagnose_stacks
     from distdiag.store import rundir
 
     logs = find_logs(targets)
     named = {str(path) for path in logs}
     others = tuple(t for t in targets if t not in named)
+    in_logs = diagnose_logs(targets, logs)
     try:
-        report = diagnose_dumps(others)
+        report = diagnose_dumps(others, stopped=in_logs is not None and stopped(in_logs))
     except NoDumps as e:
         for target in targets:
             if (runs := rundir.runs_below(Path(target))) is not None:
                 raise runs from e
-        report = diagnose_logs(targets, logs)
+        report = in_logs
         if report is None or not report.findings:
             stacks = diagnose_stacks(targets, dead=report is None)
             if stacks is not None:
@@ -60,7 +61,6 @@ def _of_files(targets: tuple[str, ...]) -> Report:
             notes = [f"the stacks given with the log show, by their own numbers: {text}" for text in seen]
             return msgspec.structs.replace(report, notes=(*notes, *report.notes))
         raise _nothing_to_read(others, e.report.bad) from e
-    in_logs = diagnose_logs(targets, logs)
     if in_logs is None:
         return report
     return failures_first(msgspec.structs.replace(report, run=", ".join(targets)), in_logs)

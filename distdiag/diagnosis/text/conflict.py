@@ -119,8 +119,10 @@ def advice(verdict: Verdict) -> str:
         return filled(_SPLITS_ADVICE, both=both)
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
     if _threads(wait):
-        saves = _saved_at(verdict, next(call for call in wait.calls.values() if call.other_thread))
-        return filled(_SAVES_ADVICE, site=saves) if saves else THREADS_ADVICE if verdict.culprits else _OWN_GROUP
+        call = next(call for call in wait.calls.values() if call.other_thread)
+        saves = _saved_at(verdict, call)
+        by_torch = saves or (call.site is None and verdict.case.snapshot.source == "dumps")  # its stack has no other code
+        return filled(_SAVES_ADVICE, site=saves) if by_torch else THREADS_ADVICE if verdict.culprits else _OWN_GROUP
     row = cause if cause in _ADVICE else "op"
     other_call = apart and cause == "dtype" and compatible.elements(a) != compatible.elements(b)
     if wait.p2p and cause == "shape":

@@ -395,8 +395,8 @@ IN_FLIGHT = _stall("{what} was in flight {lacking}: a running job, or {other}a l
     _AGAIN + ", {network}", severity=Severity.INFO)  # fmt: skip
 # instead of the sentences of a stall or deadlock, if the job was running
 RUNNING: dict[str, Any] = {
-    "message": "{on_way} when the dumps were taken: a running job",
-    "cost": "none known: the job was running when the dumps were taken",
+    "message": "{on_way} when the dumps were taken, soon after: as in a running job",
+    "cost": "none known",
     "advice": _AGAIN + ", it hangs",
     "severity": Severity.INFO,
 }

@@ -14,9 +14,22 @@ MOVING_S = 5.0  # shorter waits are not a hang if a rank had just made progress
 APART_S = 30.0  # files of one round of dumps are written within this time
 
 
-def was_running(loaded: LoadReport, blame: Blame) -> bool:
-    """True if the dumps are of a job that was making progress: a rank that is late in them had just not arrived yet."""
-    return _continued(loaded) or _moved(loaded, blame) or _just_begun(loaded, blame) or _asked_early(loaded, blame)
+def was_running(loaded: LoadReport, blame: Blame) -> bool | None:
+    """True if the dumps are of a job that was making progress: a rank that is late in them had just not arrived yet.
+
+    None if only their entries suggest that: files as of a copy do not show when the dumps were taken, so it may have hung since.
+    """
+    if _just_begun(loaded, blame):
+        return True
+    by_entries = _continued(loaded) or _moved(loaded, blame) or _asked_early(loaded, blame)
+    return by_entries and (_written_at_once(loaded) or None)
+
+
+def _written_at_once(loaded: LoadReport) -> bool:
+    """True if all files were written together, within seconds of the newest entry: no copies."""
+    written = [t.written_s for t in loaded.times.values() if t.written_s is not None]
+    newest = max((t.newest_s for t in loaded.times.values() if t.newest_s is not None), default=0.0)
+    return bool(written) and newest - APART_S < min(written) and max(written) - newest < APART_S
 
 
 def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:

@@ -192,12 +192,20 @@ def _unjudged(found: Collected) -> str:
     return f"{NO_ERROR}{lasted if found.past else 'distdiag knows'} in {counted(len(found.files), 'log')}"
 
 
+def stopped(logs: Report) -> bool:
+    """True if logs show that calls of the job did not end: those of its dumps are no longer on their way."""
+    waits = ("timeout", "stall", "deadlock", "mismatch")
+    return any(f.severity == Severity.ERROR and f.kind in waits for f in logs.findings)
+
+
 def failures_first(dumps: Report, logs: Report) -> Report:
-    """Return one report: the logs' first failures, then the dumps' findings."""
+    """Return one report: the logs' first failures, then the dumps' findings; all of the logs' errors if the dumps show none."""
+    none = not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in dumps.findings)
     own = tuple(
         f
         for f in logs.findings
-        if (f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits)
+        if (none and f.severity == Severity.ERROR)
+        or (f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits)
         or f.cause == "configuration"
         or f.kind == "gpu"
     )
@@ -205,7 +213,7 @@ def failures_first(dumps: Report, logs: Report) -> Report:
     rest = tuple(
         f for f in dumps.findings if not (f.kind == "rank_lost" and f.cause == "silent" and set(f.culprits) <= failed)
     )
-    state = dumps.state if not own or dumps.state != State.RUNNING else State.DEGRADED
+    state = dumps.state if not own or dumps.state not in (State.RUNNING, State.WAITING) else State.DEGRADED
     return msgspec.structs.replace(
         dumps,
         state=state,
