@@ -105,7 +105,8 @@ def _judge(
         elif not running and (message := stuck_messages.missing(findings, graph, source)) is not None:
             found.append(message)
         elif blame.culprits or blame.crossed or blame.circle:
-            found.append(findings.stall(running))
+            found.append(findings.stall(bool(running)))
+            message = found[-1] if findings.one_more() else None
         elif not running:
             found += proofs  # cycles: suspected only, and only if no rank is missing
     found += absent.without_dump(findings, decided=any(f.severity == Severity.ERROR for f in found), running=running)
