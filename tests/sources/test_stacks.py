@@ -716,7 +716,7 @@ def test_the_title_of_an_engines_process_has_its_rank(tmp_path: Path) -> None:
         text += stack.partition("\n")[2].replace("Thread 70", f"Thread 7{r}") + "\n"
     log = tmp_path / "server.log"
     log.write_text(text)
-    shown = " ".join(distdiag("diagnose", str(log)).stdout.split())
+    shown = " ".join(CliRunner().invoke(command, [str(log)]).output.split())
     assert "SGLang's watchdog" in shown and "rank 1 is in broadcast at loop.py:143 in get" in shown
     assert "the next time" not in shown and "process 7" not in shown
 
