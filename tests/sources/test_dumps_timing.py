@@ -7,7 +7,9 @@ import pickle
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from distdiag.cli.diagnose import command
 from distdiag.sources.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, write
 from tests.sources.test_dumps import only, quiet, summary, trained
@@ -49,6 +51,27 @@ def test_a_dump_that_found_the_operation_just_begun_may_be_of_a_running_job(
     assert "running job" not in f.message and any("a second set of dumps" in note for note in report.notes)
     # files written while the job could hang show a later dump
     assert only(diagnose(tmp_path, job, after_s=60.0)).culprits == (2,)
+
+
+TIMED_OUT = (
+    "[rank{0}]:[E904 15:41:22.1 ProcessGroupNCCL.cpp:632] [Rank {0}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=21, OpType=ALLREDUCE, NumelIn=1024, NumelOut=1024, Timeout(ms)=600000) ran for 600021 milliseconds "
+    "before timing out.\n"
+)
+
+
+@pytest.mark.parametrize("arrived", [(0, 1, 3), ()])
+def test_a_timeout_in_the_log_is_no_running_job(arrived: tuple[int, ...], tmp_path: Path) -> None:
+    """Dumps hid the log's error: they were of a running job by their own times, or showed nothing in flight."""
+    job = trained(Job(4))
+    job.collective(ranks=arrived)
+    for r in arrived:
+        just_ended(job, 2, job.now_ns)
+        begin(job, r)
+    write(tmp_path, job)
+    (tmp_path / "job.log").write_text("".join(TIMED_OUT.format(r) for r in (0, 1, 3)))
+    shown = CliRunner().invoke(command, [str(tmp_path)]).output
+    assert "1 error; look at rank 2 first" in shown and "running job" not in shown and "not read" not in shown
 
 
 def test_progress_in_another_group_does_not_excuse_a_wait_of_minutes(tmp_path: Path) -> None:
@@ -415,3 +438,21 @@ def test_a_wait_is_judged_by_the_timeout_of_its_own_group(tmp_path: Path) -> Non
     assert (
         "all_reduce #21 (default_pg, 4.0 KiB) timed out with no rank missing" in only(diagnose_dumps(tmp_path)).message
     )
+
+
+def test_calls_of_a_thread_of_torch_and_of_the_main_one_meet_by_chance(tmp_path: Path) -> None:
+    """An asynchronous checkpoint uses the default group: no rank is to blame, and its saves need a group."""
+    job = trained(Job(4))
+    for r in range(4):
+        saves = {"name": "save_wrapper", "filename": "/opt/x/torch/distributed/checkpoint/_async_thread_executor.py"}
+        thread = {"name": "run", "filename": "/opt/lib/python3.12/threading.py", "line": 982}
+        for op in ("barrier", "all_gather") if r == 2 else ("all_gather", "barrier"):
+            job.issue(r, op, "0", False)
+            if op == "all_gather":
+                job.ranks[r].entries[-1]["frames"][2:] = [saves | {"line": 55}, thread]
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "op", ()) and f.advice.startswith("give async_save its own process group")
+    for ring in job.ranks:  # all the script runs in a thread, as in a worker of Ray
+        for e in ring.entries:
+            e["frames"] = [*e["frames"][:3], thread]
+    assert only(diagnose(tmp_path, job)).culprits == (2,)

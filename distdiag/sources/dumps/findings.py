@@ -385,7 +385,7 @@ EXTRA = _missing_rank(
     "a retry, an extra batch), or let all ranks make it")  # fmt: skip
 MORE = _missing_rank(
     "{culprits} {culprits:is|are} in {what}, which none of the other {victims:#} ranks has entered: #{number:,} of {culprits} was the "
-    "call{site}, which the others never made; theirs was{other}", NO_PROGRESS,
+    "call{site}, which the others have not made; theirs was{other}", NO_PROGRESS,
     "let all ranks make the call{site}, or none: see what leads only {culprits} there (`if rank == 0`, an `except`, a retry, an extra batch)")  # fmt: skip
 LESS = _missing_rank(
     "{culprits} {culprits:has|have} not entered {what}: #{number:,} of {culprits} was the call{other}, and that of the others{site}, which "
@@ -416,7 +416,7 @@ IN_FLIGHT = _stall("{what} was in flight {lacking}: a running job, or {other}a l
     _AGAIN + ", {network}", severity=Severity.INFO)  # fmt: skip
 # instead of the sentences of a stall or deadlock, if the job was running
 RUNNING: dict[str, Any] = {
-    "message": "{on_way} when the dumps were taken, soon after: as in a running job",
+    "message": "{on_way} when the dumps were taken, and the calls were recent, as in a running job",
     "cost": "none known",
     "advice": _AGAIN + ", it hangs",
     "severity": Severity.INFO,

@@ -109,10 +109,12 @@ def _judge(
             message = found[-1] if findings.one_more() else None
         elif not running:
             found += proofs  # cycles: suspected only, and only if no rank is missing
-    found += absent.without_dump(findings, decided=any(f.severity == Severity.ERROR for f in found), running=running)
+    found += absent.without_dump(
+        findings, decided=any(f.severity == Severity.ERROR for f in found), running=bool(running)
+    )
     found += absent.unreadable(findings, given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
-        found.append(findings.in_flight(running))
+        found.append(findings.in_flight(bool(running)))
     notes = list(_notes(loaded, bool(graph.waits)))
     by_age = [f for f in found if f.severity == Severity.ERROR and f.certainty != Certainty.PROVED and f is not message]
     if not (running or stopped or findings.waited()) and any(running is None or f.kind == "stall" for f in by_age):

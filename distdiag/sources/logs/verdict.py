@@ -219,7 +219,7 @@ def failures_first(dumps: Report, logs: Report) -> Report:
         state=state,
         world_size=dumps.world_size or logs.world_size,
         findings=(*own, *rest),
-        notes=(*(n for n in dumps.notes if not n.startswith("not read: ")), *(logs.notes if own else ())),
+        notes=tuple(n for n in (*dumps.notes, *(logs.notes if own else ())) if not n.startswith("not read")),
         state_text=logs.state_text if own else dumps.state_text,
     )
 
