@@ -470,6 +470,18 @@ def test_a_completed_call_from_another_line_is_where_the_calls_part(
     assert "the call at train.py:251 in step" in f.advice and "helper" not in f.message + f.advice
 
 
+@pytest.mark.parametrize(("after_s", "state"), [(0.1, "running"), (60.0, "deadlocked")])
+def test_the_first_rank_in_a_call_is_ahead_of_a_running_job(after_s: float, state: str, tmp_path: Path) -> None:
+    job = trained(Job(4), 1_000)
+    job.collective(ranks=(0,))
+    report = diagnose(tmp_path, job, after_s=after_s)
+    assert report.state == state and quiet(report) is (state == "running")
+    if quiet(report):
+        assert report.findings[0].message.startswith(
+            "ranks 1, 2, 3 were on their way to all_reduce #1,001 (default_pg, 4.0 KiB) when"
+        )
+
+
 def test_a_role_with_its_own_line_has_made_no_call_more(tmp_path: Path) -> None:
     job = Job(4)
     for _ in range(5):

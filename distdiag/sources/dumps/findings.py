@@ -167,7 +167,7 @@ class Findings:
     def _due(self) -> tuple[list[int], list[int], str]:
         """Return the culprits that lack what `_awaited` names, the others, and what these lack."""
         culprits, main = self.blame.culprits, self.blame.main
-        if main is None:
+        if main is None or self.blame.alone:
             return list(culprits), [], ""
         members = {*main.missing, *self.blame.behind}.intersection(self.snapshot.groups[main.group].ranks)
         later = members != set(culprits) <= set(self.snapshot.groups[main.group].ranks)

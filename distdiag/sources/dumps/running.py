@@ -59,7 +59,10 @@ def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
 def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
     """Return since when each rank may have waited. Entries that its ring lost were issued earlier."""
     known = {r: c.entered_s for r, c in blame.oldest.items()}
-    begun = ((r, known.get(r) or loaded.times[r].oldest_s) for r in {*blame.victims, *known})
+    waiting = (
+        known if blame.alone else {*blame.victims, *known}
+    )  # all but the few that are ahead have nothing in flight
+    begun = ((r, known.get(r) or loaded.times[r].oldest_s) for r in waiting)
     return {r: t for r, t in begun if t is not None}
 
 
