@@ -260,8 +260,7 @@ def _report(targets: tuple[str, ...]) -> Report:
 
 def _print_why(report: Report, kind: str) -> None:
     from distdiag.diagnosis.kinds import KINDS
-    from distdiag.diagnosis.text.checks import why_lines
-    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
+    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable, why_lines
 
     if kind not in KINDS:
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(KINDS)}")

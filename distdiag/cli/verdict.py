@@ -56,8 +56,7 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
 
 def print_text(report: Report) -> None:
     from distdiag.diagnosis.model.findings import Severity, still_open
-    from distdiag.diagnosis.text.checks import checked_lines
-    from distdiag.diagnosis.text.finding import last_seen_lines
+    from distdiag.diagnosis.text.finding import checked_lines, last_seen_lines
     from distdiag.report.words import verdict
     from distdiag.terms.tables import wrapped
 

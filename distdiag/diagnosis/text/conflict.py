@@ -24,9 +24,7 @@ SHOWN_RANKS = 4
 SHOWN_CALLERS = 4
 _OWN_GROUP = "let the main thread make that call, or give the thread its own process group (`dist.new_group()`)"
 THREADS_ADVICE = f"{_OWN_GROUP}, and make the same calls in a thread on every rank"
-_ASYNC_SAVE = re.compile(
-    r"(?<!def )\basync_save\s*\("
-)  # torch.distributed.checkpoint: it communicates in a thread of torch's
+_ASYNC_SAVE = re.compile(r"(?<!def )\basync_save\s*\(")  # of checkpoints: it communicates in a thread of torch's
 _SAVES_ADVICE = (
     'give async_save{site} its own process group, which all ranks make once: `process_group=dist.new_group(backend="gloo")`; '
     "or wait for its result before the next collective"
@@ -73,10 +71,13 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     if what == "shape" and compatible.splits_disagree(wait.calls.values()):
         return _splits_text(snapshot, verdict)
     sides = _sides(verdict)[:3]
-    texts = [
-        f"{rank_list(set(s))} {_does(snapshot, wait, s)} {_side_text(verdict, snapshot, s, what)}{_some_left(snapshot, wait, s)}"
-        for s in sides
-    ]
+    texts = []
+    for side in sides:
+        left = _left(snapshot, wait, side)  # on a device the smaller of two calls may end alone
+        all_left = verb(side, "has completed", "have completed") if left == sorted(side) else ""
+        does = all_left or ("have made" if left else verb(side, "is in", "are in"))
+        some = f" ({rank_list(left)} {verb(left, 'has', 'have')} completed it)" if left and not all_left else ""
+        texts.append(f"{rank_list(side)} {does} {_side_text(verdict, snapshot, side, what)}{some}")
     number, group = number_text(snapshot, wait), group_text(snapshot, wait.group)
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     end += " on all ranks" if any(_left(snapshot, wait, side) for side in wait.sides) else ""
@@ -169,32 +170,16 @@ def _sides(verdict: Verdict) -> list[frozenset[int]]:
     return sorted(verdict.wait.sides, key=lambda s: (not (s & set(verdict.culprits)), -len(s), min(s)))
 
 
-def _does(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
-    """Return `is in`, `have made` if some are through, or `has completed`: on a device the smaller of two calls may end alone."""
-    left = _left(snapshot, wait, side)
-    if left == sorted(side):
-        return verb(side, "has completed", "have completed")
-    return "have made" if left else verb(side, "is in", "are in")
-
-
 def _left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> list[int]:
     """Return the ranks whose call has completed: of a broadcast those that have got the root's tensor.
 
     On a host backend a call that raised counts as complete: only one that has made the next call is known to be through.
     """
-    calls = {q: wait.calls.get(q) for q in side}
+    known = {q for q in side if q in wait.calls and wait.calls[q].on_device}
     if wait.p2p:  # the number is that of the message, and no count of the group's collectives
-        return sorted(
-            q for q, call in calls.items() if call is not None and call.on_device and call.completed_s is not None
-        )
-    known = {q for q, call in calls.items() if call is not None and call.on_device}
+        return sorted(q for q in known if wait.calls[q].completed_s is not None)
     known |= {q for q in side if snapshot.ranks[q].enqueued.get(wait.group, 0) > wait.seq}
     return sorted(q for q in known if snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq)
-
-
-def _some_left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
-    left = _left(snapshot, wait, side)
-    return f" ({rank_list(left)} {verb(left, 'has', 'have')} completed it)" if 0 < len(left) < len(side) else ""
 
 
 def with_threads(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> dict[int, tuple[Wait, Call]]:
@@ -243,11 +228,8 @@ def _sites(verdict: Verdict) -> dict[int, Site | None]:
     sites = {rank: call.site for rank, call in calls.items()}
     stacks = {q: states[q].user_stack for q, call in calls.items() if q in states and last_wait(states[q]) == call}
     parted = next((n for n, x in enumerate(zip(*stacks.values(), strict=False)) if len(set(x)) > 1), 0)
-    if (
-        len(stacks) < len(sites)
-        or len({*sites.values(), *(x[0] for x in stacks.values() if x)}) > 1
-        or parted >= SHOWN_CALLERS
-    ):
+    one_line = len({*sites.values(), *(x[0] for x in stacks.values() if x)}) == 1
+    if len(stacks) < len(sites) or not one_line or parted >= SHOWN_CALLERS:
         return sites
     paths = ((q, stack[: parted + 1]) for q, stack in stacks.items() if parted and states[q].life != Life.KILLED)
     return sites | {q: reduce(lambda outer, x: replace(x, caller=outer), reversed(path), None) for q, path in paths}

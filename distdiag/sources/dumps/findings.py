@@ -82,9 +82,8 @@ class Findings:
         culprits, main = self.blame.culprits, self.blame.main
         given_up = main is not None and self._timed_out(main)
         limit_s = self.loaded.timeouts_s.get(main.group) if main is not None and given_up else None
-        often = ""
-        if working.per_s is not None:
-            often = f" (about {working.per_s:,.0f} {compatible.op_name(working.call.op)} a second)"
+        rate, name = working.per_s, compatible.op_name(working.call.op)
+        often = f" (about {rate:,.0f} {name} a second)" if rate is not None else ""
         apart = working.site or working.call.site
         return (WORKING_LATE if given_up else WORKING)(
             culprits=culprits, victims=sorted(set(self.blame.victims)), collective=self.ref(main),
@@ -119,20 +118,13 @@ class Findings:
             template = CROSSED
             calls = [f"{rank_list(ranks)} issued {self.text(w)}" for w, ranks in blame.crossed]
             facts["calls"] = " first, and ".join(calls)
-            lines = {
-                site.key: site
-                for w, ranks in blame.crossed
-                for r in ranks
-                if r in w.calls and (site := w.calls[r].site)
-            }
+            made = (w.calls[r].site for w, ranks in blame.crossed for r in ranks if r in w.calls)
+            lines = {site.key: site for site in made if site}
             facts["sites"] = ":" * bool(lines) + " and".join(map(at, lines.values()))
         elif (passed := self._passed()) is not None:
             template = PASSED
-            facts |= {
-                "own": self.call_text(passed[0]),
-                "later": passed[1],
-                "site": blame.main and next((c.site for c in blame.main.calls.values() if c.site), None),
-            }
+            site = blame.main and next((c.site for c in blame.main.calls.values() if c.site), None)
+            facts |= {"own": self.call_text(passed[0]), "later": passed[1], "site": site}
         else:
             template = STALL
             facts |= self._stall_facts(what)
@@ -141,12 +133,9 @@ class Findings:
             here, elsewhere, theirs = self._due()
             if blame.main is not None and not blame.main.p2p:  # all that were, not only those that others wait for
                 here = sorted(blame.main.missing.intersection(self.loaded.files))
-            way = "{here} {here:was|were} on {here:its|their} way to {what}" + ", {elsewhere} to {theirs}" * bool(
-                elsewhere
-            )
-            facts["on_way"] = filled(
-                way if here else "{what} was in flight", here=here, elsewhere=elsewhere, what=what, theirs=theirs
-            )
+            way = "{here} {here:was|were} on {here:its|their} way to {what}" if here else "{what} was in flight"
+            way += ", {elsewhere} to {theirs}" if here and elsewhere else ""
+            facts["on_way"] = filled(way, here=here, elsewhere=elsewhere, what=what, theirs=theirs)
         return template(
             cause=cause, culprits=culprits, victims=sorted({*blame.victims, *blame.culprits} - set(culprits)),
             collective=self.ref(blame.main),
@@ -279,14 +268,11 @@ class Findings:
             return None
         if first.group == main.group or any(c is None or (c.group, c.seq) != (first.group, first.seq) for c in own):
             return None
-        both = [
-            (q, call.entered_s, later.entered_s)
-            for q, call in main.calls.items()
-            if (later := call_at(states[q], first.group, first.seq)) is not None
-        ]
-        if not both or any(a is None or b is None or a >= b for _, a, b in both):
+        later = {q: call_at(states[q], first.group, first.seq) for q in main.calls}
+        both = {q: (main.calls[q].entered_s, call.entered_s) for q, call in later.items() if call is not None}
+        if not both or any(a is None or b is None or a >= b for a, b in both.values()):
             return None
-        return first, sorted(q for q, *_ in both)
+        return first, sorted(both)
 
     def _half_made(self) -> str:
         """Return the group for which the stopped ranks may all wait, as a member never created it; else an empty text.

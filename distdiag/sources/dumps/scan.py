@@ -28,8 +28,6 @@ class Tail:
 
 @dataclass(slots=True)
 class Scan:
-    """The result of one pass over a file's entries."""
-
     file: DumpFile
     backend: str
     tails: dict[str, Tail] = field(default_factory=dict)  # by name of the group
@@ -121,7 +119,6 @@ def scan_file(f: DumpFile) -> Scan:
         if e.group in pairs and not e.seq and number in f.status:
             out.pair_completed[e.group] = f.status[number][1]
     out.main = not all(of_thread(e.frames) for e in f.entries)
-    out.timed = not gloo and any(
-        e.state == "started" or time_ns(e.time_discovered_started_ns) for e in f.entries[-200:]
-    )
+    newest = f.entries[-200:]
+    out.timed = not gloo and any(e.state == "started" or time_ns(e.time_discovered_started_ns) for e in newest)
     return out

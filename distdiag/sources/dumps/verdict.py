@@ -194,7 +194,6 @@ def _notes(loaded: LoadReport, in_flight: bool) -> list[str]:
 
 def _late_first(late: LateRanks, blame: Blame) -> bool:
     """True if the late ranks are the cause, and not ranks that the dumps show to be missing."""
-    if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.alone and not blame.silent:
-        return True
     since = [t for t in blame.waited_for_since_s.values() if t is not None]
-    return bool(since) and late.since_s < min(since)
+    others = set(blame.culprits).difference(blame.behind, late.late_s) or blame.alone or blame.silent
+    return not others or (bool(since) and late.since_s < min(since))
