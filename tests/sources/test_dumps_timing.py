@@ -48,6 +48,7 @@ def test_a_dump_that_found_the_operation_just_begun_may_be_of_a_running_job(
     report = diagnose(tmp_path, job, after_s=24 * HOUR_S)
     (f,) = report.findings
     assert f.severity == severity and f.culprits == (2,)
+    assert (f.cost == "none, if the job ran on") is (severity == "warning")
     assert "running job" not in f.message and any("a second set of dumps" in note for note in report.notes)
     # files written while the job could hang show a later dump
     assert only(diagnose(tmp_path, job, after_s=60.0)).culprits == (2,)

@@ -120,7 +120,7 @@ def _judge(
     if not (running or stopped or findings.waited()) and any(running is None or f.kind == "stall" for f in by_age):
         notes.append(_UNTIMED)
     if running is None:
-        found = [replace(f, severity=Severity.WARNING) if f in by_age else f for f in found]
+        found = [replace(f, severity=Severity.WARNING, cost=_IF_RUNNING) if f in by_age else f for f in found]
     if not any(f.kind == kinds.MISMATCH.name for f in found):
         found += mismatch.completed(snapshot)
     return Report(
@@ -174,6 +174,7 @@ def _state(found: list[Finding], running: bool | None) -> State:
 
 _STALE = "the {stale:dump|dumps} of {stale} {stale:is|are} older than the rest: operations missing there may have been issued later"
 _NOTHING_OPEN = "every recorded operation has completed: if the job hangs, it hangs outside of communication; take the stacks (`py-spy dump`)"
+_IF_RUNNING = "none, if the job ran on"
 _UNTIMED = (
     "the files do not show how long the ranks had waited (copies have other times): if the job ran on, it was only on its way; a second "
     "set of dumps, or a timeout in its log, shows that"
