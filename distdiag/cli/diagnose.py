@@ -32,6 +32,7 @@ JUDGED_S = 2.5  # for a new monitor to judge a running job
 HEAD_BYTES = 1 << 12  # a file of stacks begins with them; a log may have some anywhere
 MOST_STDIN = 4 << 30  # bytes; it is copied into the temporary directory
 _PIPE = re.compile(r"-|/dev/stdin|/(?:dev|proc/self)/fd/[0-9]+")  # also `<(zcat job.log.gz)` of a shell
+_TAKE_STACKS = re.compile(r"^take the stacks?\b.* the next time")  # the log may have them
 _ARCHIVE = re.compile(r"\.(?:zip|tar(?:\.\w{1,4})?|t(?:gz|bz2?|xz|zst))$")
 
 
@@ -39,30 +40,36 @@ def _of_files(targets: tuple[str, ...]) -> Report:
     """Return the verdict on dumps and logs; with both, the dumps show who waits, the logs who failed."""
     from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
     from distdiag.sources.logs.files import find_logs
-    from distdiag.sources.logs.verdict import diagnose_logs, failures_first
+    from distdiag.sources.logs.verdict import diagnose_logs, failures_first, stopped
     from distdiag.sources.stacks.files import diagnose_stacks
 
     logs = find_logs(targets)
     named = {str(path) for path in logs}
     others = tuple(t for t in targets if t not in named)
+    in_logs = diagnose_logs(targets, logs)
     try:
-        report = diagnose_dumps(others)
+        report = diagnose_dumps(others, stopped=in_logs is not None and stopped(in_logs))
     except NoDumps as e:
         for target in targets:
             if (runs := rundir.runs_below(Path(target))) is not None:
                 raise runs from e
-        report = diagnose_logs(targets, logs)
+        report = in_logs
         if report is None or not report.findings:
             stacks = diagnose_stacks(targets, dead=report is None)
             if stacks is not None:
                 return stacks
         if report is not None:
-            stacks = diagnose_stacks(targets, within=HEAD_BYTES)
-            seen = [f"{f.message}; do: {f.advice}" for f in (stacks.findings if stacks else ())]
+            asked = [f for f in report.findings if _TAKE_STACKS.search(f.advice)]
+            stacks = diagnose_stacks(targets, dead=False) if asked else diagnose_stacks(targets, within=HEAD_BYTES)
+            found = stacks.findings if stacks else ()
+            seen = [f.message if asked else f"{f.message}; do: {f.advice}" for f in found]
             notes = [f"the stacks given with the log show, by their own numbers: {text}" for text in seen]
-            return msgspec.structs.replace(report, notes=(*notes, *report.notes))
+            findings = (
+                msgspec.structs.replace(f, advice=found[0].advice) if found and f in asked else f
+                for f in report.findings
+            )
+            return msgspec.structs.replace(report, findings=tuple(findings), notes=(*notes, *report.notes))
         raise _nothing_to_read(others, e.report.bad) from e
-    in_logs = diagnose_logs(targets, logs)
     if in_logs is None:
         return report
     return failures_first(msgspec.structs.replace(report, run=", ".join(targets)), in_logs)

@@ -57,6 +57,9 @@ _ADVICE = {
     "broadcast its choice",
     "led": "see the call{led} that leads {first} to {a}: if only {first} {first:makes|make} it, as under `if rank == 0`, let all ranks make it, or "
     "none; {second} {second:is|are} at {both}",
+    # a later line: others have yet to come there, or in a loop, to come there again
+    "past": "see whether {first} left out {b}, to which the call{other} leads {second}: all ranks must make it; if both lines are in one "
+    "loop, see what leads only {first} to the call{led}",
     "op": "make all ranks call the same operation: compare {both}, and find what leads {first} to the one and {second} to the other",
 }
 
@@ -79,8 +82,9 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     end += " on all ranks" if any(_left(snapshot, wait, side) for side in wait.sides) else ""
     led = _led(verdict) if culprits else None
-    came = f"; {rank_list(sides[0])} came there by the call{at(led)}" if led is not None else ""
-    reason = came + evidence.reason_text(verdict)
+    reason = evidence.reason_text(verdict)
+    if led is not None:
+        reason = f"; {rank_list(sides[0])} came there by the call{at(led[0])}, the others by that{at(led[1])}" + reason
     threads = _threads(wait)
     if threads:
         who = rank_list(threads) if culprits else "each rank"
@@ -119,8 +123,12 @@ def advice(verdict: Verdict) -> str:
         return filled(_SPLITS_ADVICE, both=both)
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
     if _threads(wait):
-        saves = _saved_at(verdict, next(call for call in wait.calls.values() if call.other_thread))
-        return filled(_SAVES_ADVICE, site=saves) if saves else THREADS_ADVICE if verdict.culprits else _OWN_GROUP
+        call = next(call for call in wait.calls.values() if call.other_thread)
+        saves = _saved_at(verdict, call)
+        by_torch = saves or (
+            call.site is None and verdict.case.snapshot.source == "dumps"
+        )  # its stack has no other code
+        return filled(_SAVES_ADVICE, site=saves) if by_torch else THREADS_ADVICE if verdict.culprits else _OWN_GROUP
     row = cause if cause in _ADVICE else "op"
     other_call = apart and cause == "dtype" and compatible.elements(a) != compatible.elements(b)
     if wait.p2p and cause == "shape":
@@ -137,23 +145,23 @@ def advice(verdict: Verdict) -> str:
         row = "gather"
     led = _led(verdict) if row == "op" and verdict.culprits else None
     if led is not None:
-        row, both = "led", site_text(b.site) if b.site else "another call"
+        row, both = "led" if led[0].line < led[1].line else "past", site_text(b.site) if b.site else "another call"
     mine, theirs = (compatible.dtype_name(call.dtype) for call in (a, b))
     return filled(
         _ADVICE[row], both=both, first=first, second=second, theirs=theirs,
-        led=led, either="" if verdict.culprits else f", or on {rank_list(second)} to {mine}",
+        led=led and led[0], other=led and led[1], either="" if verdict.culprits else f", or on {rank_list(second)} to {mine}",
         a=f"{compatible.op_name(a.op)}{at(a.site)}", b=f"{compatible.op_name(b.op)}{at(b.site)}",
     )  # fmt: skip
 
 
-def _led(verdict: Verdict) -> Site | None:
-    """Return the culprits' line in the innermost function that both sides are in, if their call is made further inside. Of stacks only:
-    where calls are counted, a call has its callers."""
+def _led(verdict: Verdict) -> tuple[Site, Site] | None:
+    """Return the lines of both sides in the innermost function that both are in, if the culprits' call is made further inside. Of stacks
+    only: where calls are counted, a call has its callers."""
     first, second = (verdict.case.states[min(side)].user_stack[::-1] for side in _sides(verdict)[:2])
     for mine, theirs in zip(first, second, strict=False):
         if mine != theirs:
             shared = (mine.file, mine.function) == (theirs.file, theirs.function)
-            return mine if shared and mine != first[-1] and verdict.case.snapshot.source == "stacks" else None
+            return (mine, theirs) if shared and mine != first[-1] and verdict.case.snapshot.source == "stacks" else None
     return None
 
 

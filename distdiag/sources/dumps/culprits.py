@@ -9,16 +9,17 @@ paths end outside a conflict or a cycle: their host stopped issuing, or their de
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from distdiag.diagnosis.model.snapshot import Call, Life, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, Site, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import components
 from distdiag.diagnosis.waits.wait import Wait, other_end_of
 from distdiag.terms.operations import synchronizes
 
 Crossed = tuple[tuple[Wait, frozenset[int]], ...]
+Paths = Mapping[int, Mapping[tuple[str, int], tuple[Site, ...]]]
 
 
 @dataclass
@@ -332,3 +333,32 @@ def _alone(snapshot: Snapshot, main: Wait, culprits: set[int], victims: set[int]
     states = [snapshot.ranks[q] for q in culprits]
     idle = all(s.enqueued == s.completed and not any(c.completed_s is None for c in s.calls) for s in states)
     return idle and len({s.enqueued.get(main.group, 0) for s in states}) == 1
+
+
+def one_more(
+    paths: Paths, ahead: Collection[int], behind: Collection[int], wait: Wait
+) -> tuple[int, Site, Site] | None:
+    """Return the number of the call that only the ranks ahead made, and the outermost frames in which it and the others' call differ.
+
+    Until then all made their calls by the same paths. From there on each call of the ranks ahead has the path of the others' call
+    before it.
+    """
+    mine, theirs = _common(paths, ahead, wait.group), _common(paths, behind, wait.group)
+    numbers = [n for n in sorted(mine.keys() & theirs.keys()) if n < wait.seq]
+    first = next((n for n in numbers if mine[n] != theirs[n]), None)
+    if first is None or first == numbers[0] or not all((mine[first], theirs[first])):
+        return None
+    if any(mine.get(n + 1) != theirs.get(n) for n in range(first, wait.seq)):
+        return None
+    # a line that is new to all, or one that those behind have left out: not the line of a role
+    known, times = mine[first] in theirs.values(), list(mine.values()).count(mine[first])
+    if known is (len(ahead) < len(behind)) or (times > 1 and not known):
+        return None
+    pairs = zip(mine[first], theirs[first], strict=False)
+    return next(((first, a, b) for a, b in pairs if a != b), None)
+
+
+def _common(paths: Paths, ranks: Collection[int], group: str) -> dict[int, tuple[Site, ...]]:
+    """Return the path of each collective of a group that is the same on all of these ranks."""
+    first, *others = (paths.get(q, {}) for q in ranks)
+    return {n: path for (g, n), path in first.items() if g == group and all(x.get((g, n)) == path for x in others)}

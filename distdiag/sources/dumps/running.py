@@ -14,16 +14,25 @@ MOVING_S = 5.0  # shorter waits are not a hang if a rank had just made progress
 APART_S = 30.0  # files of one round of dumps are written within this time
 
 
-def was_running(loaded: LoadReport, blame: Blame) -> bool:
+def was_running(loaded: LoadReport, blame: Blame) -> bool | None:
     """True if the dumps are of a job that was making progress: a rank that is late in them had just not arrived yet.
 
-    No rank had waited for long, or for much longer than the ranks waited for have paused before.
+    No rank had waited for long, or for much longer than the ranks waited for have paused before. None if only entries suggest that:
+    files as of a copy do not show when the dumps were taken, so it may have hung since.
     """
-    if _continued(loaded) or _moved(loaded, blame) or _asked_early(loaded, blame):
-        return True
     longest = _longest_wait_s(loaded, blame)
     usual = max((loaded.times[r].usual_gap_s for r in blame.waited_for_since_s), default=0.0)
-    return longest is not None and longest < max(_young_s(loaded), USUAL_FACTOR * usual)
+    if longest is not None and longest < max(_young_s(loaded), USUAL_FACTOR * usual):
+        return True
+    by_entries = _continued(loaded) or _moved(loaded, blame) or _asked_early(loaded, blame)
+    return by_entries and (_written_at_once(loaded) or None)
+
+
+def _written_at_once(loaded: LoadReport) -> bool:
+    """True if all files were written together, within seconds of the newest entry: no copies."""
+    written = [t.written_s for t in loaded.times.values() if t.written_s is not None]
+    newest = max((t.newest_s for t in loaded.times.values() if t.newest_s is not None), default=0.0)
+    return bool(written) and newest - APART_S < min(written) and max(written) - newest < APART_S
 
 
 def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
@@ -51,7 +60,9 @@ def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
 def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
     """Return since when each rank may have waited. Entries that its ring lost were issued earlier."""
     known = {r: c.entered_s for r, c in blame.oldest.items()}
-    begun = ((r, known.get(r) or loaded.times[r].oldest_s) for r in {*blame.victims, *known})
+    # all but the few that are ahead have nothing in flight
+    waiting = known if blame.alone else {*blame.victims, *known}
+    begun = ((r, known.get(r) or loaded.times[r].oldest_s) for r in waiting)
     return {r: t for r, t in begun if t is not None}
 
 

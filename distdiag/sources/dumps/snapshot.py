@@ -167,8 +167,10 @@ class SnapshotBuilder(Groups):
     def _calls(self, rank: int, since: dict[str, int]) -> list[Call]:
         """Return the calls of collectives from these numbers on."""
         out: dict[tuple[str, int], Call] = {}
+        paths = self.report.paths[rank] = {}
         for scan in self.scans[rank]:
             for key, seq, e in scan.collectives(since):
+                paths[key, seq] = user_stack(e.frames)
                 call = scan.call(e, self.t0_ns)
                 out[key, seq] = replace(call, op="coalesced") if (key, seq) in out else call
         return list(out.values())

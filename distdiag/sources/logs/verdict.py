@@ -181,20 +181,28 @@ def judge_logs(
     )
 
 
+def stopped(logs: Report) -> bool:
+    """True if logs show that calls of the job did not end: those of its dumps are no longer on their way."""
+    waits = ("timeout", "stall", "deadlock", "mismatch")
+    return any(f.severity == Severity.ERROR and f.kind in waits for f in logs.findings)
+
+
 def failures_first(dumps: Report, logs: Report) -> Report:
-    """Return one report: the logs' first failures, then the dumps' findings."""
+    """Return one report: the logs' first failures, then the dumps' findings; all of the logs' errors if the dumps show none."""
+    none = not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in dumps.findings)
     lost = [f for f in logs.findings if f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits]
+    lost += [f for f in logs.findings if none and f.severity == Severity.ERROR]
     own = tuple(f for f in logs.findings if f in lost or f.cause == "configuration" or f.kind == "gpu")
     failed = {r for f in own for r in f.culprits}
     silent = [f for f in dumps.findings if f.kind == "rank_lost" and f.cause == "silent"]
     rest = tuple(f for f in dumps.findings if f not in silent or not failed.issuperset(f.culprits))
-    state = dumps.state if not own or dumps.state != State.RUNNING else State.DEGRADED
+    state = dumps.state if not own or dumps.state not in (State.RUNNING, State.WAITING) else State.DEGRADED
     return replace(
         dumps,
         state=state,
         world_size=dumps.world_size or logs.world_size,
         findings=(*own, *rest),
-        notes=(*(n for n in dumps.notes if not n.startswith("not read: ")), *(logs.notes if own else ())),
+        notes=tuple(n for n in (*dumps.notes, *(logs.notes if own else ())) if not n.startswith("not read")),
         state_text=logs.state_text if own else dumps.state_text,
     )
 

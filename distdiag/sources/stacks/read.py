@@ -15,8 +15,10 @@ from distdiag.terms.untrusted import MAX_INT, MAX_TEXT, bounded
 
 MAX_FRAMES = 1024  # of one thread; Python's own limit of recursion is 1,000
 MAX_THREADS = 1024
-# a launcher's prefix may end in a space, which is left in the line
-_PROCESS = bounded(r"^ ?Process (\d+)(?:: |$)(?:.{0,4000}--local[-_]rank[= ](?P<local>\d{1,6})\b)?")
+# a launcher's prefix may end in a space, which is left in the line; a title such as `sglang::scheduler_TP2` has the rank, too
+_PROCESS = bounded(
+    r"^ ?Process (\d+)(?:: |$)(?:.{0,4000}(?:--local[-_]rank[= ]|::[A-Za-z]{1,40}_TP)(?P<local>\d{1,6})(?:_EP\d{1,6})?(?!\w))?"
+)
 _PARENT = bounded(r"^ ?Parent Process (\d+)(?:: |$)")  # of py-spy dump --subprocesses
 _SPY_THREAD = bounded(r'^ ?Thread (?:0x[0-9A-Fa-f]+|\d+) \((idle|active)[^)]{0,40}\)(?:: "(.{0,200})")?')
 _SPY_FRAME = re.compile(r"^ {4,5}(\S.*) \((\S.*):(\d{1,9})\)$")

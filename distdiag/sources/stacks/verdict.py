@@ -42,6 +42,7 @@ _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: without_monitor(a.do) for a in ACTIVITIES if a.do}
 _DO_FEED = "see what {what} waits for{site}: give its I/O a timeout, and let it put its error into the queue"
 _LOOK_FOR = "look for what they wait for at these lines: a lock, a key of a store, a file, another process"
+_AGAIN = "take the stacks again after some seconds: if none has moved, "
 _LOOK = "check that line; if it is only slow, the others continue when it is done"
 _stall = partial(Template, kinds.STALL)
 STALL = _stall(
@@ -54,7 +55,7 @@ TOGETHER = _stall("unknown", "{victims} are all in {what}{at}{still}: what they 
                   "often they came there), or the network does not deliver", NO_PROGRESS,
                   "record the next run (`DISTDIAG=1`): counts of calls decide", severity=Severity.WARNING)  # fmt: skip
 SAME_LINE = _stall("unknown", "{victims} are all in {what}{at}: a running job, or one whose calls do not fit together", "",
-                   "take the stacks again after some seconds: if none has moved, compare what the ranks pass to it",
+                   _AGAIN + "compare what the ranks pass to it",
                    severity=Severity.INFO)  # fmt: skip
 GROUPS = _stall("unknown", "the ranks create different groups in new_group(){at}{still}: {texts}", NO_PROGRESS,
                 "let every rank call new_group with the same ranks, in the same order; agree on them first (broadcast the list)",
@@ -63,7 +64,7 @@ NOBODY = _stall("unknown", "no rank is in a collective{still}: {places}", NO_PRO
                 severity=Severity.WARNING)  # fmt: skip
 ODD_ONE = _stall("unknown", "no stack shows a collective: {rest} are all at {line}, and {culprits} {does}{at}; on a device, the others "
                  "may wait at that line for what {culprits} {culprits:has|have} not launched", "",
-                 "take the stacks again after some seconds: if none has moved, {do}", severity=Severity.INFO)  # fmt: skip
+                 _AGAIN + "{do}", severity=Severity.INFO)  # fmt: skip
 DEVICES = _stall("unknown", "every rank waits for its device{still}{places}", "",
                  "attach again: if none has moved by then, it is a kernel or a collective that does not end; with "
                  "TORCH_NCCL_DEBUG_INFO_PIPE_FILE set, or recorded by distdiag, counts of calls decide",
@@ -165,7 +166,8 @@ def report(
     alone = "" if found else _alone(seen)
     stuck = any(f.severity != Severity.INFO for f in found)
     lost = any(f.kind == kinds.RANK_LOST.name for f in found)
-    state = State.DEGRADED if lost else State.STALLED if stuck else State.WAITING if alone else State.RUNNING
+    unknown = alone or (found and any(x.once for x in seen.values()))
+    state = State.DEGRADED if lost else State.STALLED if stuck else State.WAITING if unknown else State.RUNNING
     there = sum(s.life != Life.MISSING for s in seen.values())
     return Report(
         run=run, state=state, world_size=world, ranks_seen=there, findings=tuple(found), notes=tuple(notes),
@@ -207,6 +209,7 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             yield _apart(s, victims, ranks, known=True)
             continue
         first, call, moved = s.ranks[ranks[0]], _call(s, victims[0]), any(seen[q].goes_on for q in ranks)
+        works = first.activity == "user_code" and any(seen[q].once for q in ranks)  # one sample is no sign of a stall
         if len({_call(s, q).op for q in victims}) > 1:  # then they are in several groups
             call = replace(call, group=UNKNOWN_GROUP)
         condition = _on_rank(first.user_stack, s.ranks[victims[0]].user_stack, source)
@@ -219,13 +222,13 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             missing = f"{keeps} waiting in {op}{at(call.site)}"
         waiting = sorted({*victims, *on_device - late.keys()})
         yield STALL(
-            cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved else Severity.WARNING,
+            cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved or works else Severity.WARNING,
             culprits=ranks, victims=waiting, collective=_unnumbered(call) if call.op else None,
             where=(*(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), *workers_of(s.ranks, ranks)),
             waiting=wheres(s, waiting), worker=worker_text(first, _DOES["lock"] if held else "is") + feeds[0],
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
             does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
-            moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=feeds[1] or _do(first, source),
+            moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=_AGAIN * works + (feeds[1] or _do(first, source)),
         )  # fmt: skip
 
 
