@@ -54,6 +54,15 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
 
 
+def by_handler(case: Case, ranks: Sequence[int]) -> bool:
+    """True if only a handler of an error can have led all others past the call of these ranks, which they have made less often."""
+    found, here = _between(case, ranks), case.here.get(ranks[0]) or ""
+    times = {q: state.sites.get(here, 0) for q in case.compared if (state := case.states.get(q)) is not None}
+    others = [n for q, n in times.items() if q not in ranks]
+    by_errors = bool(found) and all(condition.failed and condition.past for condition in found)
+    return by_errors and bool(others) and max(others) < min(times[q] for q in ranks if q in times)
+
+
 def _earlier(case: Case, ranks: Sequence[int]) -> tuple[Call, Call] | None:
     """Return (the first call of these ranks that differs from the others', the call that was due), if all calls since were paired."""
     others = [rank for rank in case.compared if rank not in ranks and rank in case.states]

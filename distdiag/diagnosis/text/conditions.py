@@ -47,6 +47,18 @@ def kept_text(mine: Sequence[Site], theirs: Sequence[Site], ranks: Collection[in
     return f"`{found.text}`{at(found.site)} keeps that work to {rank_list(ranks)}: " if found and alone else ""
 
 
+def handler_advice(who: str, what: str = "", guard: str = "") -> str:
+    """Return what to do about an exception that some ranks caught and went on after.
+
+    Args:
+        what: The exception, if known; else `guard` is the handler.
+    """
+    find = (
+        f"fix what raised {what} on {who}" if what else f"find what {guard} caught on {who} (log its traceback), fix it"
+    )
+    return f"{find}, or re-raise it, so that all ranks end; to go on after a failure, let all ranks agree on it first (all_reduce a flag)"
+
+
 def decision_advice(
     condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False, inside: bool = False
 ) -> str:
@@ -68,6 +80,9 @@ def decision_advice(
             f"make {what}{place} outside of the function whose results {guard} keeps: a rank that has the result does not run it, and "
             "which ranks have it depends on their data"
         )
+    led_past = condition.past or condition.way not in (Way.ALONE, Way.AGAIN)
+    if condition.failed and led_past and not (call is not None and call.p2p):
+        return handler_advice("the other ranks" if condition.past else who, "", guard)
     if condition.way in (Way.SKIPPED, Way.ROUND) and call is not None:
         past = f"too, where {guard} leads past it"
         if call.p2p:
