@@ -70,6 +70,43 @@ def test_the_condition_of_a_skipped_backward_is_found_where_a_helper_runs_the_fo
     assert f.message.startswith("rank 0 skipped a backward: `if not math.isfinite(loss.item())` (train.py:7)")
 
 
+def test_a_batch_that_is_left_out_after_its_forward_names_the_branch_and_each_call_that_it_skips() -> None:
+    """The rank has gone on to the end of the epoch: what called the function of the forward is in the source only."""
+    text, at = places("""
+    def forward(batch):
+        return lossf(model(batch))  # F
+    def step(batch):
+        loss = forward(batch)
+        if torch.isnan(loss):
+            return
+        n = gather(count)  # G
+        loss.backward()  # B
+    def main():
+        for batch in loader:
+            step(batch)  # S
+        reduce(stats)  # R
+    """)
+    names = {"F": "forward", "G": "step", "B": "step", "S": "main", "R": "main"}
+    f, g, b, s, r = (Site(FILE, at[m], name) for m, name in names.items())
+    gather = msgspec.structs.replace(g, caller=s)
+
+    def state(q: int, op: str, site: Site, gathers: int, **more: Any) -> RankState:
+        known = {key(f): 40, gather.key: gathers, key(b): 39, key(r): 1}
+        earlier = call("all_gather", 82, gather, completed_s=40.0)
+        return msgspec.structs.replace(
+            trained(q, site, 40, 39, op, "other"), sites=known, calls=(earlier,), step=39, **more
+        )
+
+    states = state(0, "all_gather", gather, 40, user_stack=(g, s)), state(1, "all_reduce", r, 39, user_stack=(r,))
+    found = only(snapshot(*states), source={FILE: text}.get)
+    assert found.message.startswith(
+        "rank 1 skipped all_gather (train.py:7, called at train.py:11) and a backward: `if torch.isnan(loss)` (train.py:5)"
+    )
+    assert found.advice.startswith(
+        "make all_gather (train.py:7, called at train.py:11) and the backward of every forward"
+    )
+
+
 @pytest.mark.parametrize(("find_unused", "passes", "named"), [(False, 71, True), (True, 71, False), (False, 72, False)])
 def test_a_rank_that_left_backward_before_its_gradients_were_averaged_had_parameters_without(
     find_unused: bool, passes: int, named: bool
@@ -112,7 +149,7 @@ def test_a_forward_before_a_caught_exception_gets_no_backward() -> None:
     s.ranks[0] = msgspec.structs.replace(s.ranks[0], sites=log_known)
     f = only(s)
     assert "rank 0 ran 1 forward without backward" in f.message
-    assert f.advice.startswith("fix what raised RuntimeError: out of memory on rank 0; ") and "0 * sum" not in f.advice
+    assert f.advice.startswith("fix what raised RuntimeError: out of memory on rank 0, ") and "0 * sum" not in f.advice
     s.ranks[0] = msgspec.structs.replace(s.ranks[0], caught=None)
     assert "without backward" not in only(s).message
 
