@@ -44,7 +44,7 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     apart = first is not None and second is not None and first.key != second.key
     first_one = f"`{found[0].text}` at line {found[0].line}"
     advice = f"find on which rank {first_one} had the wrong result, or let all ranks decide together (all_reduce what it tests)"
-    if found[0].keeps_results:
+    if found[0].keeps_results or found[0].is_loop:
         advice = decision_advice(found[0], ())
     elif found[0].text.startswith("except"):
         advice = (

@@ -53,6 +53,10 @@ class Condition(NamedTuple):
         return Site(self.file, self.line)
 
     @property
+    def is_loop(self) -> bool:
+        return self.text.startswith(("for ", "while ", "async for "))
+
+    @property
     def failed(self) -> bool:
         """True for a handler of errors; not one of an end of data: `except Empty`."""
         return self.text.startswith("except") and CONTROL_FLOW.isdisjoint(re.findall(r"\w+", self.text))

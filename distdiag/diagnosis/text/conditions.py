@@ -72,7 +72,7 @@ def decision_advice(
     site = call.site and Site(call.site.file, call.site.line) if call is not None else None
     near = site is None or site.file == condition.file
     guard = f"`{condition.text}`{f' at line {condition.line}' if near else at(condition.site)}"
-    who, place = rank_list(culprits), at(site)
+    who, place = rank_list(culprits) if culprits else "some", at(site)
     agree = f"(all_reduce {'a flag' if condition.text.startswith('except') else 'what it tests'})"
     if condition.keeps_results:
         what = (op_name(call.op) if call is not None else "") or "the collective"
@@ -114,11 +114,11 @@ def decision_advice(
         return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who}{agree}"
     if condition.way is Way.LEFT and condition.on_rank:
         return f"let all ranks leave that loop in the same round (all_reduce what {guard} tests): it lets {who} leave alone"
-    if condition.text.startswith(("for ", "while ", "async for ")):
+    if condition.is_loop:
         start = rank_tests.counts_from(condition.text)
         compare = f" (compare `{start}`, from which it counts, on the ranks)" if start else ""
-        return (
-            f"let the loop {guard} run equally often on all ranks: find why it did not on "
-            f"{who}{compare}, or let all ranks decide together when it ends"
-        )
+        find = f"find why it did not on {who}{compare}" if culprits else f"compare its length{compare}"
+        if any(f".{of}()" in condition.text for of in ("items", "keys", "values")):
+            find = "compare its keys, and let a rank keep one that it lacks, with a zero (a zero loss, not none)"
+        return f"let the loop {guard} run equally often on all ranks: {find}, or let all ranks decide together when it ends"
     return f"find why {guard} had another result on {who}, or let all ranks decide together {agree}"
