@@ -683,3 +683,18 @@ def test_a_collective_in_a_function_whose_results_are_kept_is_named(ranks: int) 
     if ranks == 3:
         assert f.message.startswith("rank 0 skipped all_gather (train.py:3): `@functools.lru_cache` (line 1); ")
         assert f.advice.startswith("make all_gather at train.py:3 outside")
+
+
+def test_a_call_that_exchanges_objects_has_the_name_that_the_line_calls() -> None:
+    """A person searches for the words of the finding: no line of the script has `all_gather`."""
+    text = (
+        "def save(state):\n    if state:\n        dist.gather_object(\n            state, None)\n    dist.barrier()\n"
+    )
+    objects, barrier = Site(FILE, 3, "save"), Site(FILE, 5, "save")
+    ranks = [rank(q, call("all_gather", 9, objects), user_stack=(objects,)) for q in (0, 1)]
+    s = snapshot(*ranks, rank(2, call("barrier", 9, barrier), user_stack=(barrier,)))
+    f = only(s, source={FILE: text}.get)
+    assert (
+        f.message.startswith("rank 2 skipped gather_object (train.py:3): ") and "all_gather" not in f.message + f.advice
+    )
+    assert f.collective is not None and f.collective.op == "all_gather"

@@ -1,7 +1,7 @@
 """deadlock: ranks wait for something that can no longer happen, whatever the living ranks do. Proved, not timed out.
 
 A cycle of waits, a wait for a rank that ended or is stopped, calls from different sites in one collective, a file lock held
-across a collective, or a rank that finished while the others continued.
+across a collective, or a rank that finished while the others continued: a warning if they caught that and ended normally.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Snapshot
 from distdiag.diagnosis.text.conditions import conditions_text, diverge_text, handler_advice
-from distdiag.diagnosis.text.incident_finding import incident_findings
+from distdiag.diagnosis.text.incident_finding import as_called, incident_findings
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, op_at, op_text, where, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.incidents import LockCycle
@@ -41,7 +41,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if facts.cascade.end is End.FINISHED:
         yield _finished(facts)
     elif (left := left_early(facts.snapshot)) is not None:
-        yield _left(facts, *left)
+        yield as_called(_left(facts, *left), facts.source)
     yield from (f for f in facts.repeated if f.kind == kind.name)
     yield from (lock_finding(facts.snapshot, lock) for lock in facts.locks)
     yield from incident_findings(facts, kind)
