@@ -59,6 +59,15 @@ def handler_advice(who: str, what: str = "", guard: str = "") -> str:
     return f"{find}, or re-raise it, so that all ranks end; to go on after a failure, let all ranks agree on it first (all_reduce a flag)"
 
 
+def _loop_advice(condition: Condition, culprits: Collection[int], guard: str) -> str:
+    start = rank_tests.counts_from(condition.text)
+    compare = f" (compare `{start}`, from which it counts, on the ranks)" if start else ""
+    find = f"find why it did not on {rank_list(culprits)}{compare}" if culprits else f"compare its length{compare}"
+    if any(f".{of}()" in condition.text for of in ("items", "keys", "values")):
+        find = "compare its keys, and let a rank keep one that it lacks, with a zero (a zero loss, not none)"
+    return f"let the loop {guard} run equally often on all ranks: {find}, or let all ranks decide together when it ends"
+
+
 def decision_advice(
     condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False, inside: bool = False
 ) -> str:
@@ -115,10 +124,5 @@ def decision_advice(
     if condition.way is Way.LEFT and condition.on_rank:
         return f"let all ranks leave that loop in the same round (all_reduce what {guard} tests): it lets {who} leave alone"
     if condition.is_loop:
-        start = rank_tests.counts_from(condition.text)
-        compare = f" (compare `{start}`, from which it counts, on the ranks)" if start else ""
-        find = f"find why it did not on {who}{compare}" if culprits else f"compare its length{compare}"
-        if any(f".{of}()" in condition.text for of in ("items", "keys", "values")):
-            find = "compare its keys, and let a rank keep one that it lacks, with a zero (a zero loss, not none)"
-        return f"let the loop {guard} run equally often on all ranks: {find}, or let all ranks decide together when it ends"
+        return _loop_advice(condition, culprits, guard)
     return f"find why {guard} had another result on {who}, or let all ranks decide together {agree}"
