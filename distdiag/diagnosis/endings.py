@@ -174,10 +174,31 @@ def _known(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Casc
     if _of(kinds, *REFUSED):
         return _refused(snapshot, kinds)
     echoes = _of(kinds, "echo", "timeout")
-    finished = tuple(sorted(q for q, state in snapshot.ranks.items() if state.life == Life.FINISHED))
+    finished = tuple(sorted(q for q, r in snapshot.ranks.items() if r.life == Life.FINISHED and gave_up(r) is None))
     if finished and echoes:
         return Cascade(End.FINISHED, finished, echoes)
     return _timeout(snapshot, kinds, late) if "timeout" in kinds.values() else NO_CASCADE
+
+
+def gave_up(state: RankState) -> Call | None:
+    """Return the last collective of a rank that ended normally, if it raised there because another rank was gone; the script caught that."""
+    call = state.calls[-1] if state.calls else None
+    lost = state.life == Life.FINISHED and not state.exit_code and is_echo(state.caught or "")
+    return call if lost and call is not None and call.failed and call.seq is not None else None
+
+
+def left_early(snapshot: Snapshot) -> tuple[Late, Call] | None:
+    """Return ((ranks that finished without a collective, ranks that gave it up), that collective), of a group whose members all ended normally."""
+    given_up = {q: call for q, r in snapshot.ranks.items() if (call := gave_up(r)) is not None}
+    for call in given_up.values():
+        members = snapshot.groups[call.group].ranks if call.group in snapshot.groups else ()
+        states = [snapshot.ranks[q] for q in members if q in snapshot.ranks]
+        without = tuple(r.rank for r in states if r.enqueued.get(call.group, 0) < (call.seq or 0))
+        together = tuple(q for q, c in given_up.items() if (c.group, c.seq) == (call.group, call.seq))
+        normally = all(r.life == Life.FINISHED and not r.exit_code for r in states)
+        if without and normally and len(states) == len(members):
+            return (without, together), call
+    return None
 
 
 def killed_together(snapshot: Snapshot, causes: list[RankState]) -> bool:

@@ -72,7 +72,8 @@ _LOSS = Explains(kind="rank_lost", only_new=True, only_members=True)
 _fatal = partial(Kind, every_poll=True, fatal=True)
 
 DEADLOCK = _fatal(
-    name="deadlock", severities=(_ERROR,), release=2, blocks=True, stacks=True, state=State.DEADLOCKED,
+    name="deadlock", severities=(_WARNING, _ERROR),  # warning: all ranks ended normally
+    release=2, blocks=True, stacks=True, state=State.DEADLOCKED,
     causes=(
         "missing_rank", "order_mismatch", "group_cycle", "p2p_cycle", "rank_exited", "rank_finished", "rank_stopped",
         "file_lock",

@@ -70,6 +70,43 @@ def test_the_condition_of_a_skipped_backward_is_found_where_a_helper_runs_the_fo
     assert f.message.startswith("rank 0 skipped a backward: `if not math.isfinite(loss.item())` (train.py:7)")
 
 
+def test_a_batch_that_is_left_out_after_its_forward_names_the_branch_and_each_call_that_it_skips() -> None:
+    """The rank has gone on to the end of the epoch: what called the function of the forward is in the source only."""
+    text, at = places("""
+    def forward(batch):
+        return lossf(model(batch))  # F
+    def step(batch):
+        loss = forward(batch)
+        if torch.isnan(loss):
+            return
+        n = gather(count)  # G
+        loss.backward()  # B
+    def main():
+        for batch in loader:
+            step(batch)  # S
+        reduce(stats)  # R
+    """)
+    names = {"F": "forward", "G": "step", "B": "step", "S": "main", "R": "main"}
+    f, g, b, s, r = (Site(FILE, at[m], name) for m, name in names.items())
+    gather = msgspec.structs.replace(g, caller=s)
+
+    def state(q: int, op: str, site: Site, gathers: int, **more: Any) -> RankState:
+        known = {key(f): 40, gather.key: gathers, key(b): 39, key(r): 1}
+        earlier = call("all_gather", 82, gather, completed_s=40.0)
+        return msgspec.structs.replace(
+            trained(q, site, 40, 39, op, "other"), sites=known, calls=(earlier,), step=39, **more
+        )
+
+    states = state(0, "all_gather", gather, 40, user_stack=(g, s)), state(1, "all_reduce", r, 39, user_stack=(r,))
+    found = only(snapshot(*states), source={FILE: text}.get)
+    assert found.message.startswith(
+        "rank 1 skipped all_gather (train.py:7, called at train.py:11) and a backward: `if torch.isnan(loss)` (train.py:5)"
+    )
+    assert found.advice.startswith(
+        "make all_gather (train.py:7, called at train.py:11) and the backward of every forward"
+    )
+
+
 @pytest.mark.parametrize(("find_unused", "passes", "named"), [(False, 71, True), (True, 71, False), (False, 72, False)])
 def test_a_rank_that_left_backward_before_its_gradients_were_averaged_had_parameters_without(
     find_unused: bool, passes: int, named: bool
@@ -112,7 +149,7 @@ def test_a_forward_before_a_caught_exception_gets_no_backward() -> None:
     s.ranks[0] = msgspec.structs.replace(s.ranks[0], sites=log_known)
     f = only(s)
     assert "rank 0 ran 1 forward without backward" in f.message
-    assert f.advice.startswith("fix what raised RuntimeError: out of memory on rank 0; ") and "0 * sum" not in f.advice
+    assert f.advice.startswith("fix what raised RuntimeError: out of memory on rank 0, ") and "0 * sum" not in f.advice
     s.ranks[0] = msgspec.structs.replace(s.ranks[0], caught=None)
     assert "without backward" not in only(s).message
 
@@ -646,3 +683,18 @@ def test_a_collective_in_a_function_whose_results_are_kept_is_named(ranks: int) 
     if ranks == 3:
         assert f.message.startswith("rank 0 skipped all_gather (train.py:3): `@functools.lru_cache` (line 1); ")
         assert f.advice.startswith("make all_gather at train.py:3 outside")
+
+
+def test_a_call_that_exchanges_objects_has_the_name_that_the_line_calls() -> None:
+    """A person searches for the words of the finding: no line of the script has `all_gather`."""
+    text = (
+        "def save(state):\n    if state:\n        dist.gather_object(\n            state, None)\n    dist.barrier()\n"
+    )
+    objects, barrier = Site(FILE, 3, "save"), Site(FILE, 5, "save")
+    ranks = [rank(q, call("all_gather", 9, objects), user_stack=(objects,)) for q in (0, 1)]
+    s = snapshot(*ranks, rank(2, call("barrier", 9, barrier), user_stack=(barrier,)))
+    f = only(s, source={FILE: text}.get)
+    assert (
+        f.message.startswith("rank 2 skipped gather_object (train.py:3): ") and "all_gather" not in f.message + f.advice
+    )
+    assert f.collective is not None and f.collective.op == "all_gather"

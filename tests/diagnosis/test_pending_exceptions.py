@@ -118,3 +118,38 @@ def test_an_error_before_a_later_collective_that_completed_explains_nothing() ->
     ]
     states[0] = msgspec.structs.replace(states[0], calls=(old, since), caught=TIMED_OUT, caught_s=24.0)
     assert "timed out" not in only(snapshot(*states)).message
+
+
+SKIP = """def train_step():
+    try:
+        loss.backward()
+    except RuntimeError as e:
+        oom = True
+    gather(oom)
+"""
+
+
+@pytest.mark.parametrize(("caught_s", "known"), [(48.0, True), (None, False)], ids=["known", "by the source alone"])
+def test_ranks_that_caught_an_error_are_the_culprits_although_they_are_the_majority(
+    caught_s: float | None, known: bool
+) -> None:
+    backward, gather = (Site("/job/train.py", n, "train_step") for n in (3, 6))
+    before = call(seq=6, entered_s=40.0, completed_s=41.0)
+    error = {"caught": "OutOfMemoryError: CUDA out of memory", "caught_s": caught_s} if known else {}
+
+    def at(q: int, op: str, site: Site, times: int = 12, **more: Any) -> RankState:
+        sites = {key(backward): times, key(gather): 12}
+        return rank(q, call(op, 7, site, entered_s=48.1), calls=(before,), user_stack=(site,), sites=sites, **more)
+
+    gathering = [at(q, "all_gather", gather, **error) for q in (0, 1)]
+    f = only(snapshot(*gathering, at(2, "all_reduce", backward, 13)), source={"/job/train.py": SKIP}.get)
+    assert f.culprits == (0, 1) and ("caught OutOfMemoryError: CUDA out of memory" in f.message) is known
+    assert f.message.startswith("ranks 0, 1 skipped all_reduce (train.py:3): `except RuntimeError as e` (line 4); ")
+    found = (
+        "fix what raised OutOfMemoryError: CUDA out of memory on" if known else "find what `except RuntimeError as e`"
+    )
+    assert f.advice.startswith(found) and "re-raise it, so that all ranks end" in f.advice
+    # an error of long ago has led no rank there, nor a handler past a call that all have made equally often
+    gathering = [at(q, "all_gather", gather, **{**error, "caught_s": 30.0}) for q in (0, 1)]
+    same = snapshot(*gathering, at(2, "all_reduce", backward))
+    assert only(same, source={"/job/train.py": SKIP}.get).culprits == (2,)

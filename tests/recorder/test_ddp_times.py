@@ -114,3 +114,17 @@ def test_backward_passes_per_step_are_counted(steps: int, synced: int, expected:
     times = DdpTimes(None, 0, ModelSlot(), 0)  # a version of torch without the interface: nothing is read
     times._per_step(2, 2)
     assert times._per_step(2 + steps, 2 + synced) == expected
+
+
+@pytest.mark.parametrize(("unused_bytes", "hits"), [(80, 1), (0, 0)])
+def test_what_a_rank_has_not_used_is_counted_although_another_rank_gave_it_a_gradient(
+    unused_bytes: int, hits: int
+) -> None:
+    data = {"iteration": 5, "backward_comm_time": 1, "unused_parameter_size": unused_bytes}
+    ddp = SimpleNamespace(
+        module=torch.nn.Linear(2, 2), broadcast_buffers=False, _get_ddp_logging_data=lambda: data,
+        _set_ddp_runtime_logging_sample_rate=lambda _: None,
+    )  # fmt: skip
+    page = SimpleNamespace(words=[5], add=lambda *_, **__: None, text=lambda _: 0)
+    DdpTimes(ddp, 0, slot := ModelSlot(), 0).read(ddp, page, 5)
+    assert slot.unused_hits == hits

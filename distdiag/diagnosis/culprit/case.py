@@ -23,6 +23,7 @@ class Reason(StrEnum):
     JOIN = "join"  # its own call met one of a rank that only shadows those of Join's objects
     HANDLER = "handler"  # it makes its call in a handler of a signal
     MAJORITY = "majority"  # fewer ranks than on the other side
+    CAUGHT = "caught"  # it has caught an error just before its call, which the others have not
     EXCEPTION = "exception"  # it is handling an exception that the others do not have
     SWALLOWED = "swallowed"  # a collective raised on some ranks, which went on
     LOOP = "loop"  # it is in a loop that the others have left, or the reverse

@@ -43,7 +43,7 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     apart = first is not None and second is not None and first.key != second.key
     first_one = f"`{found[0].text}` at line {found[0].line}"
     advice = f"find on which rank {first_one} had the wrong result, or let all ranks decide together (all_reduce what it tests)"
-    if found[0].keeps_results:
+    if found[0].keeps_results or found[0].is_loop:
         advice = decision_advice(found[0], ())
     elif found[0].text.startswith("except"):
         advice = (
@@ -51,6 +51,15 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
             "failure before they go on (all_reduce a flag)"
         )
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
+
+
+def by_handler(case: Case, ranks: Sequence[int]) -> bool:
+    """True if only a handler of an error can have led all others past the call of these ranks, which they have made less often."""
+    found, here = _between(case, ranks), case.here.get(ranks[0]) or ""
+    times = {q: state.sites.get(here, 0) for q in case.compared if (state := case.states.get(q)) is not None}
+    others = [n for q, n in times.items() if q not in ranks]
+    by_errors = bool(found) and all(condition.failed and condition.past for condition in found)
+    return by_errors and bool(others) and max(others) < min(times[q] for q in ranks if q in times)
 
 
 def _earlier(case: Case, ranks: Sequence[int]) -> tuple[Call, Call] | None:

@@ -8,12 +8,14 @@ others' passes of the step after.
 
 from __future__ import annotations
 
+from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.paths import Condition, conditions_between
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site, issue_stack, lines_of
+from distdiag.diagnosis.model.snapshot import Call, RankState, Site, lines_of
 from distdiag.diagnosis.model.syntax import Source, function, tree_of
-from distdiag.diagnosis.text.conditions import NO_WEIGHT
+from distdiag.diagnosis.text.conditions import NO_WEIGHT, conditions_text, handler_advice
+from distdiag.diagnosis.text.phrases import op_at
 from distdiag.diagnosis.waits.wait import by_python
 from distdiag.terms.operations import op_name
 from distdiag.terms.units import counted
@@ -74,16 +76,22 @@ def skipped(case: Case) -> Testimony | None:
         f"; rank {rank} ran {least}{counted(missing, 'forward')} without backward ({model.forwards:,} "
         f"forwards, {model.synced_backwards:,} backwards)"
     )
-    head = f"rank {rank} skipped {'a backward' if missing == 1 else f'{least}{missing:,} backwards'}"
+    left_out = "".join(f"{op_at(call)} and " for call in _left_out(states, rank, model.synced_backwards))
+    head = f"rank {rank} skipped {left_out}{'a backward' if missing == 1 else f'{least}{missing:,} backwards'}"
     way_out = tuple(_way_out(states[rank], model.forwards, model.synced_backwards, case.source))
-    advice = f"run the backward of every forward on rank {rank}, too ({NO_WEIGHT}, if the batch is not to count), or skip the batch on all ranks together"
-    if caught and all(condition.text.startswith("except") for condition in way_out):  # a failed forward has no backward
-        advice = (
-            f"fix what raised {caught} on rank {rank}; where a pass may fail, let all ranks agree on that before they go on "
-            "(all_reduce a flag), and skip the batch together"
-        )
+    run = f"make {left_out}the" if left_out else "run the"
+    advice = f"{run} backward of every forward on rank {rank}, too ({NO_WEIGHT}, if the batch is not to count), or skip the batch on all ranks together"
+    if (caught or way_out) and all(condition.failed for condition in way_out):  # what failed has no backward
+        advice = handler_advice(f"rank {rank}", caught, conditions_text(way_out)) + ", and skip the batch together"
     caught = f", and caught {caught}" if caught else ""
     return Testimony(ranks=(rank,), text=text, head=head + caught, conditions=way_out, advice=advice)
+
+
+def _left_out(states: dict[int, RankState], rank: int, times: int) -> list[Call]:
+    """Return the collectives that a rank has made as often as backwards, and all others more often: it skips them together."""
+    made = {c.site.key: c for c in states[rank].calls if c.site is not None and not c.p2p}
+    own, others = states[rank].sites, [state.sites for q, state in states.items() if q != rank]
+    return [c for key, c in made.items() if own.get(key) == times < min(sites.get(key, 0) for sites in others)]
 
 
 def unused(case: Case) -> Testimony | None:
@@ -149,15 +157,15 @@ def _way_out(state: RankState, forwards: int, backwards: int, source: Source) ->
     sites: dict[int, list[tuple[Site, ...]]] = {}
     for key, times in state.sites.items():
         if times in (forwards, backwards):
-            sites.setdefault(times, []).append(_frames(key, state, source))
+            sites.setdefault(times, []).append(callers.stack_at(_site(key, source), state, source))
     pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()))
     return next((found for f, b in pairs if (found := conditions_between(f, b, source))), [])
 
 
-def _frames(key: str, state: RankState, source: Source) -> tuple[Site, ...]:
-    """Return the frames at an earlier site of a rank, with the callers that it is still in."""
+def _site(key: str, source: Source) -> Site | None:
+    """Return the site of this key, with the functions of its lines."""
     path: Site | None = None
     for file, line in reversed(lines_of(key)):
         around = function(tree, line) if (tree := tree_of(file, source)) is not None else None
         path = Site(file, line, around.name if around is not None else "<module>", path)
-    return issue_stack(path, state.user_stack) if path is not None else ()
+    return path

@@ -7,6 +7,7 @@ anything (a loss, an exception, a loop that ends earlier): it explains a culprit
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
@@ -19,6 +20,8 @@ from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import Source, tree_of
 
 SHOWN = 2  # conditions, if several are possible
+# exceptions by which a program is led, and that report no failure
+CONTROL_FLOW = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit", "Empty", "Full", "BlockingIOError"})
 _LEAVES = (ast.Break, ast.Return, ast.Expr)  # statements that leave a loop; the last is a call that ends the process
 
 
@@ -48,6 +51,15 @@ class Condition(NamedTuple):
     @property
     def site(self) -> Site:
         return Site(self.file, self.line)
+
+    @property
+    def is_loop(self) -> bool:
+        return self.text.startswith(("for ", "while ", "async for "))
+
+    @property
+    def failed(self) -> bool:
+        """True for a handler of errors; not one of an end of data: `except Empty`."""
+        return self.text.startswith("except") and CONTROL_FLOW.isdisjoint(re.findall(r"\w+", self.text))
 
 
 def _condition(guard: Guard, way: Way) -> Condition:

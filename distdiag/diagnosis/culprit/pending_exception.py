@@ -7,24 +7,49 @@ are then in another call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from distdiag.diagnosis.consequences import is_echo, is_timeout
 from distdiag.diagnosis.culprit.case import Case, Testimony
+from distdiag.diagnosis.culprit.paths import CONTROL_FLOW
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
+from distdiag.diagnosis.text.conditions import handler_advice
 from distdiag.diagnosis.text.phrases import at, op_at, shortened
-from distdiag.diagnosis.waits.wait import call_at
+from distdiag.diagnosis.waits.wait import call_at, last_wait
 from distdiag.terms.units import rough_duration
 
 SHOWN = 160  # characters of the exception
-CONTROL_FLOW = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit", "Empty", "Full", "BlockingIOError"})
 
 
 def accuse(case: Case) -> Testimony | None:
     """Accuse the side whose ranks all handle an exception; nobody if a rank of another side handles one, too."""
-    odd = [side for side in case.sides if any(_handles(case, q) for q in side)]
-    return explain(case, odd[0]) if len(odd) == 1 and all(_handles(case, q) for q in odd[0]) else None
+    return explain(case, odd) if (odd := _only_side(case, lambda q: _handles(case, q))) else None
+
+
+def went_on(case: Case) -> Testimony | None:
+    """Accuse the side whose ranks have all caught an error just before their call, however many they are: what they do now no other does."""
+    if not (odd := _only_side(case, lambda q: bool(just_caught(case.states.get(q))))):
+        return None
+    who, what = rank_list(odd), just_caught(case.states[odd[0]])
+    return Testimony(ranks=tuple(odd), text=f"; before that, {who} caught {what}", advice=handler_advice(who, what))
+
+
+def _only_side(case: Case, holds: Callable[[int], bool]) -> Sequence[int]:
+    """Return the side of which something holds for all ranks, and for no rank of another side; empty if there is none."""
+    odd = [side for side in case.sides if any(map(holds, side))]
+    return odd[0] if len(odd) == 1 and all(map(holds, odd[0])) else ()
+
+
+def just_caught(state: RankState | None) -> str:
+    """Return the error out of torch that a rank has caught since its newest step and call before the one it is in; empty without one, or
+    if another rank's end has caused it."""
+    call = last_wait(state) if state is not None else None
+    if state is None or call is None or not state.caught or is_echo(state.caught):
+        return ""
+    done = [c.entered_s for c in state.calls if c.entered_s is not None and c.completed_s is not None]
+    since_s = max([0.0, *done[-1:], *(step.end_s for step in state.steps[-1:])])
+    return shortened(state.caught, SHOWN) if since_s < (state.caught_s or 0.0) < (call.entered_s or 0.0) else ""
 
 
 def explain(case: Case, ranks: Sequence[int]) -> Testimony | None:

@@ -67,10 +67,13 @@ def _different_calls(case: Case) -> bool:
 
 
 def _minority(case: Case) -> Testimony | None:
-    """Accuse all ranks outside the largest side; the sides are in every message."""
+    """Accuse all ranks outside the largest side; the sides are in every message. If an error that the largest of two sides has caught led
+    it past the other's call, accuse that."""
     first, second, *_ = case.sides
     odd = sorted(r for side in case.sides[1:] for r in side)
-    return Testimony(ranks=tuple(odd)) if len(first) > len(second) else None
+    if len(first) <= len(second):
+        return None
+    return Testimony(ranks=tuple(first if len(case.sides) == 2 and conditions.by_handler(case, odd) else odd))
 
 
 def _alone(case: Case) -> Testimony | None:
@@ -96,6 +99,7 @@ _CONFLICT = (
     Witness(Reason.JOIN, joined.accuse),
     Witness(Reason.EXHAUSTED, loops.exhausted),
     Witness(Reason.HANDLER, handlers.accuse),
+    Witness(Reason.CAUGHT, pending_exception.went_on, applies=lambda case: len(case.sides[0]) > len(case.sides[1])),
     Witness(Reason.MAJORITY, _minority),
     Witness(Reason.EXCEPTION, pending_exception.accuse, pending_exception.explain, _tie),
     Witness(Reason.SWALLOWED, explain=pending_exception.swallowed),
@@ -151,7 +155,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
 WEAK = (Reason.NONE, Reason.ALONE, Reason.DIVERGENCE)
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
+    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.CAUGHT, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
     Reason.RHYTHM, Reason.CONDITION, Reason.AHEAD,
 )  # fmt: skip
 

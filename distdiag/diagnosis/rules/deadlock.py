@@ -1,7 +1,7 @@
 """deadlock: ranks wait for something that can no longer happen, whatever the living ranks do. Proved, not timed out.
 
 A cycle of waits, a wait for a rank that ended or is stopped, calls from different sites in one collective, a file lock held
-across a collective, or a rank that finished while the others continued.
+across a collective, or a rank that finished while the others continued: a warning if they caught that and ended normally.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import paths
-from distdiag.diagnosis.endings import End
+from distdiag.diagnosis.endings import End, Late, left_early
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Finding
-from distdiag.diagnosis.model.snapshot import Snapshot
-from distdiag.diagnosis.text.conditions import diverge_text
-from distdiag.diagnosis.text.incident_finding import incident_findings
-from distdiag.diagnosis.text.phrases import NO_PROGRESS, op_text, where, wheres
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import Call, Snapshot
+from distdiag.diagnosis.text.conditions import conditions_text, diverge_text, handler_advice
+from distdiag.diagnosis.text.incident_finding import as_called, incident_findings
+from distdiag.diagnosis.text.phrases import NO_PROGRESS, op_at, op_text, where, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.incidents import LockCycle
 from distdiag.diagnosis.waits.wait import last_wait
@@ -32,15 +32,34 @@ FINISHED = Template(kind, "rank_finished",
     "the others wait for a rank that has ended, and fail",
     "give every rank the same number of steps, or leave the loop on all ranks together (or use Join); check for "
     "an exit (sys.exit, os._exit in a thread) on some ranks only", proved=True)  # fmt: skip
+LEFT = Template(kind, "rank_finished",
+    "{culprits} finished without {what}: it raised on {victims}, and the script caught that{diverge}",
+    "every rank ended normally, but the result of that call is missing", "{do}", proved=True, severity=Severity.WARNING)  # fmt: skip
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if facts.cascade.end is End.FINISHED:
         yield _finished(facts)
+    elif (left := left_early(facts.snapshot)) is not None:
+        yield as_called(_left(facts, *left), facts.source)
     yield from (lock_finding(facts.snapshot, lock) for lock in facts.locks)
     yield from incident_findings(facts, kind)
     if facts.graph.stuck and not facts.waits_settled:
         yield Abstained("ranks are stuck, but one made progress since the last poll")
+
+
+def _left(facts: Facts, late: Late, call: Call) -> Finding:
+    """Return the finding of ranks that finished without a collective, whose failure the others have caught."""
+    s, (culprits, victims) = facts.snapshot, late
+    first, waiting = s.ranks[culprits[0]], s.ranks[victims[0]]
+    conditions = paths.leaving(None, call.site.path if call.site is not None else (), facts.source)
+    caught = [c for c in conditions if c.failed]
+    return LEFT(
+        culprits=culprits, victims=victims, collective=call, step=first.step, first_seen_s=waiting.caught_s,
+        where=(where(s.ranks[q], "last_call", s.ranks[q].calls[-1].site) for q in culprits if s.ranks[q].calls),
+        waiting=wheres(s, victims, None, dict.fromkeys(victims, call.site)), what=op_at(call), diverge=diverge_text(conditions),
+        do=handler_advice(rank_list(culprits), "", conditions_text(caught)) if caught else FINISHED.advice,
+    )  # fmt: skip
 
 
 def lock_finding(s: Snapshot, lock: LockCycle) -> Finding:

@@ -42,6 +42,9 @@ class Limits:
     a gradient in all of them."""
     never_checks: int = 100
     """The same before it is a warning: by then a rare branch has been taken."""
+    measured: int = 10
+    """Steps that DDP measured on each rank, before find_unused_parameters is reported as not needed: only there it is known
+    which parameters the rank itself has used."""
     unchanged: int = 4
     """Newest checksums of the parameters that must be equal, or newest sampled steps without any gradient."""
     unchanged_steps: int = 64
@@ -92,7 +95,8 @@ LOOSE = Template(kind, "not_updated",
     "keep these modules in an `nn.ModuleList` or `nn.ModuleDict`, not in a list or dict, before DDP wraps the model and the optimizer is built; if "
     "they are to stay as they are, `requires_grad_(False)` saves the time", severity=Severity.WARNING)  # fmt: skip
 NOT_NEEDED = Template(kind, "flag_not_needed",
-    "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks",
+    "find_unused_parameters=True{site}, but every parameter got a gradient in all {checks} checks (and was used by each rank "
+    "in the {measured} newest steps that DDP measured there)",
     "{spent} spent searching the graph{gain}", "{do}")  # fmt: skip
 _DO = {
     "frozen later": "freeze them before the model is wrapped in DDP, or wrap it again afterwards: DDP still expects their gradients",
@@ -416,8 +420,11 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
         return abstained("the cost of find_unused_parameters is not measured yet")
     if any(m.unused_hits for m in models):
         return abstained("parameters without gradient were found, as find_unused_parameters expects", checked=True)
-    if checks < limits.checks:
-        return abstained(f"{checks} of {limits.checks} checks of find_unused_parameters")
+    measured = min(len(r.ddp_times) for r in s.ranks.values())
+    if checks < limits.checks or measured < limits.measured:
+        return abstained(
+            f"{checks} of {limits.checks} checks of find_unused_parameters, and {measured} of {limits.measured} steps measured by DDP"
+        )
     m, step_ms, cost_ms = models[0], s.usual_step_s * 1e3, max(m.search_ms or 0.0 for m in models)
     small = cost_ms < limits.not_needed_share * step_ms
     spent = f"{cost_ms:.1f} ms per step ({percent(cost_ms / step_ms)} of it)"
@@ -427,7 +434,7 @@ def _not_needed(s: Snapshot) -> Finding | Abstained:
         # a library's default is no fault of the script, however much it costs
         severity=Severity.INFO if small or m.flag_of_library else Severity.WARNING, victims=sorted(s.ranks),
         where=(where(r, None, x.site) for r in s.ranks.values() for x in r.models[:1]), site=m.site,
-        checks=checks, spent=spent, gain=_gain_text(s, step_ms),
+        checks=checks, measured=measured, spent=spent, gain=_gain_text(s, step_ms),
         do=_DO["library" if m.flag_of_library else "flag"],
     )  # fmt: skip
 

@@ -47,12 +47,11 @@ def finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     lines = {sites[min(side)].key: sites[min(side)] for side in verdict.wait.sides}
     ranks = {key: [r for r in dead if r in sites and sites[r].key == key] for key in lines}
     each = (f"{rank_list(ranks[key])}{_size(verdict, ranks[key])}{at(site)}" for key, site in lines.items())
-    places = (", " if all(call.p2p for call in verdict.wait.calls.values()) else "; ").join(each)
     return ABORT(
         culprits=odd, victims=rest, where=(where(states[r], _STATES.get(Life(states[r].life)), sites.get(r)) for r in odd or dead),
         waiting=wheres(snapshot, rest, None, sites) if odd else (), step=states[killed[0]].step if killed else None,
         first_seen_s=min((t for r in dead if (t := states[r].ended_s) is not None), default=snapshot.t_s),
-        head=head, what=what, places=places, why=why, do=advice, proved=_members(snapshot, verdict) <= set(dead),
+        head=head, what=what, places=", ".join(each), why=why, do=advice, proved=_members(snapshot, verdict) <= set(dead),
     )  # fmt: skip
 
 

@@ -47,6 +47,27 @@ def kept_text(mine: Sequence[Site], theirs: Sequence[Site], ranks: Collection[in
     return f"`{found.text}`{at(found.site)} keeps that work to {rank_list(ranks)}: " if found and alone else ""
 
 
+def handler_advice(who: str, what: str = "", guard: str = "") -> str:
+    """Return what to do about an exception that some ranks caught and went on after.
+
+    Args:
+        what: The exception, if known; else `guard` is the handler.
+    """
+    find = (
+        f"fix what raised {what} on {who}" if what else f"find what {guard} caught on {who} (log its traceback), fix it"
+    )
+    return f"{find}, or re-raise it, so that all ranks end; to go on after a failure, let all ranks agree on it first (all_reduce a flag)"
+
+
+def _loop_advice(condition: Condition, culprits: Collection[int], guard: str) -> str:
+    start = rank_tests.counts_from(condition.text)
+    compare = f" (compare `{start}`, from which it counts, on the ranks)" if start else ""
+    find = f"find why it did not on {rank_list(culprits)}{compare}" if culprits else f"compare its length{compare}"
+    if any(f".{of}()" in condition.text for of in ("items", "keys", "values")):
+        find = "compare its keys, and let a rank keep one that it lacks, with a zero (a zero loss, not none)"
+    return f"let the loop {guard} run equally often on all ranks: {find}, or let all ranks decide together when it ends"
+
+
 def decision_advice(
     condition: Condition, culprits: Collection[int], call: Call | None = None, ddp: bool = False, inside: bool = False
 ) -> str:
@@ -60,7 +81,7 @@ def decision_advice(
     site = call.site and Site(call.site.file, call.site.line) if call is not None else None
     near = site is None or site.file == condition.file
     guard = f"`{condition.text}`{f' at line {condition.line}' if near else at(condition.site)}"
-    who, place = rank_list(culprits), at(site)
+    who, place = rank_list(culprits) if culprits else "some", at(site)
     agree = f"(all_reduce {'a flag' if condition.text.startswith('except') else 'what it tests'})"
     if condition.keeps_results:
         what = (op_name(call.op) if call is not None else "") or "the collective"
@@ -68,6 +89,9 @@ def decision_advice(
             f"make {what}{place} outside of the function whose results {guard} keeps: a rank that has the result does not run it, and "
             "which ranks have it depends on their data"
         )
+    led_past = condition.past or condition.way not in (Way.ALONE, Way.AGAIN)
+    if condition.failed and led_past and not (call is not None and call.p2p):
+        return handler_advice("the other ranks" if condition.past else who, "", guard)
     if condition.way in (Way.SKIPPED, Way.ROUND) and call is not None:
         past = f"too, where {guard} leads past it"
         if call.p2p:
@@ -99,11 +123,6 @@ def decision_advice(
         return f"make {op_name(call.op) or 'the collective'}{place} on all ranks or on none: {guard} keeps it to {who}{agree}"
     if condition.way is Way.LEFT and condition.on_rank:
         return f"let all ranks leave that loop in the same round (all_reduce what {guard} tests): it lets {who} leave alone"
-    if condition.text.startswith(("for ", "while ", "async for ")):
-        start = rank_tests.counts_from(condition.text)
-        compare = f" (compare `{start}`, from which it counts, on the ranks)" if start else ""
-        return (
-            f"let the loop {guard} run equally often on all ranks: find why it did not on "
-            f"{who}{compare}, or let all ranks decide together when it ends"
-        )
+    if condition.is_loop:
+        return _loop_advice(condition, culprits, guard)
     return f"find why {guard} had another result on {who}, or let all ranks decide together {agree}"

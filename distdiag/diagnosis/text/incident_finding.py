@@ -5,7 +5,11 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
+
+import msgspec
 
 from distdiag.diagnosis.comparison import vetoed
 from distdiag.diagnosis.culprit.case import Reason
@@ -13,7 +17,8 @@ from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.kinds import Kind
 from distdiag.diagnosis.model.findings import Abstained, Finding
-from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
+from distdiag.diagnosis.model.syntax import Source, name_of, statement_at
 from distdiag.diagnosis.text import abort, conflict, cycle, evidence
 from distdiag.diagnosis.text.incident import (
     calls_of,
@@ -28,6 +33,8 @@ from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.training_data import UNSEEN
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.incidents import Root
+from distdiag.terms.operations import family
+from distdiag.terms.sites import line_text
 
 _HAS_CALLED = (
     "{culprits} waits in {what}{site} for ranks that have ended: it has made collective calls that they never made; "
@@ -52,7 +59,27 @@ def incident_findings(facts: Facts, kind: Kind) -> Iterator[Finding | Abstained]
             yield incident_finding(facts.snapshot, verdict)
 
 
+def as_called(finding: Finding, source: Source) -> Finding:
+    """Return a finding that names what its lines call where they exchange Python objects: `gather_object` for the all_gather in it."""
+    message, advice = finding.message, finding.advice
+    for w in {(w.file, w.line): w for w in (*finding.where, *finding.waiting)}.values():
+        node = statement_at(Site(w.file, w.line) if w.file and w.line else None, source)
+        names = {name_of(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)} if node is not None else set()
+        called = [name for name in names if name.endswith(("_object", "_object_list"))]
+        if len(called) == 1 and w.file and w.line:
+            place = re.escape(line_text(w.file, w.line, base=True))
+            at_line = re.compile(rf"\b\w+(?=(?: \(| at ){place}\b)")
+            message, advice = (
+                at_line.sub(lambda m, name=called[0]: name if family(m[0]) else m[0], x) for x in (message, advice)
+            )
+    return msgspec.structs.replace(finding, message=message, advice=advice)
+
+
 def incident_finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
+    return as_called(_finding(snapshot, verdict), verdict.case.source)
+
+
+def _finding(snapshot: Snapshot, verdict: Verdict) -> Finding:
     incident, culprits, victims = verdict.incident, verdict.culprits, verdict.victims
     if incident.root is Root.ABORT:
         return abort.finding(snapshot, verdict)

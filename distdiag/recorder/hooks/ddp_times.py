@@ -65,6 +65,8 @@ class DdpTimes:
         if iteration > self._iteration and comm_ns > 0:
             self._iteration = iteration
             self._write_buckets(ddp, page, data)
+            # its search finds what this rank has not used; a gradient is there, too, where another rank has
+            self._slot.unused_hits += bool(data.get("unused_parameter_size"))
             # DDP's times are those of the wall clock
             began_ns = data.get("backward_compute_time_start", 0) - wall_ns() + now_ns()
             page.add(

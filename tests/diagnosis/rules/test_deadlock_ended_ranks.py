@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from distdiag.diagnosis.model.snapshot import Life, Site
-from distdiag.diagnosis.rules import RULES
+from distdiag.diagnosis.rules import RULES, deadlock
 from tests.diagnosis.made import findings, proved
 from tests.diagnosis.waits import EVAL, TRAIN, call, key, only, rank, snapshot, summary
+
+CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:4242"
 
 
 @pytest.mark.parametrize(
@@ -96,3 +98,38 @@ def test_a_rank_that_exits_for_a_reason_is_told_to_take_part() -> None:
     assert f.advice.startswith(
         "make all_gather at infer.py:4 on rank 1, too, where `if not shard` at line 2 leads past it, with its own part"
     )
+
+
+@pytest.mark.parametrize(
+    ("made", "caught", "found"),
+    [(6, CLOSED, True), (7, CLOSED, False), (6, "ValueError: bad shape", False)],
+    ids=["fewer calls", "as many", "an error of its own"],
+)
+def test_a_call_that_raised_as_a_rank_had_finished_is_found_although_every_exit_code_is_0(
+    made: int, caught: str, found: bool
+) -> None:
+    text = "def run(tasks):\n    for task in tasks:\n        try:\n            gather(task)\n        except Exception as e:\n            log(e)\n"
+    ended: dict[str, Any] = {"life": Life.FINISHED, "exit_code": 0}
+    site = Site("/job/eval.py", 4, "run")
+    gave_up = {"calls": (call("gather", 7, site, failed=True),), "enqueued": {"default_pg": 7}, "caught": caught}
+    s = snapshot(
+        *(rank(q, **gave_up, **ended) for q in (0, 1)),
+        rank(2, calls=(call("gather", made, site),), enqueued={"default_pg": made}, **ended),
+    )
+    f = next(iter(findings(s, deadlock, source={"/job/eval.py": text}.get)), None)
+    assert (f is not None) is found
+    if f is not None:
+        assert summary(f) == ("deadlock", "rank_finished", (2,), (0, 1)) and f.severity == "warning"
+        assert f.message.startswith("rank 2 finished without gather (eval.py:4): it raised on ranks 0, 1, and the")
+        assert f.advice.startswith("find what `except Exception as e` (eval.py:5) caught on rank 2")
+
+
+def test_a_rank_that_caught_the_error_of_a_lost_peer_is_not_the_one_that_finished_early() -> None:
+    lost = {"calls": (call("gather", 7, failed=True),), "enqueued": {"default_pg": 7}}
+    s = snapshot(
+        rank(0, life=Life.FINISHED, exit_code=0, caught=CLOSED, **lost),
+        rank(1, life=Life.CRASHED, exception=CLOSED, ended_s=9.0, **lost),
+        rank(2, life=Life.FINISHED, exit_code=0, enqueued={"default_pg": 6}),
+    )
+    (f,) = findings(s, deadlock)
+    assert (f.culprits, f.victims) == ((2,), (1,))

@@ -19,6 +19,7 @@ from distdiag.diagnosis.model.snapshot import (
     Snapshot,
 )
 from distdiag.diagnosis.rules import deadlock, mismatch, rank_lost, timeout
+from distdiag.diagnosis.text.finding import head_and_more
 from tests.diagnosis.made import LOOP, MODEL, findings, job, only, proved, rank
 
 
@@ -212,7 +213,7 @@ def test_ranks_that_went_on_from_an_aborted_call_of_ddp_are_compared_in_that_cal
     f = only(findings(s, mismatch, rank_lost))
     assert (f.kind, f.culprits) == ("mismatch", (1,))
     assert f.message.startswith("rank 1 skipped a backward, and caught IndexError: index out of range; ")
-    assert "ranks 0, 2 at train.py:35; rank 1 at train.py:54 in epoch" in f.message
+    assert "ranks 0, 2 at train.py:35, rank 1 at train.py:54 in epoch" in f.message
 
 
 def test_a_backward_that_may_still_come_is_not_counted_as_skipped() -> None:
@@ -261,7 +262,7 @@ def test_a_model_that_ddp_refused_may_have_met_another_call(wraps: bool) -> None
         assert (f.kind, f.culprits) == ("rank_lost", (2, 3))
     else:
         assert f.kind == "mismatch" and "DDP took what it received there for other ranks' modules" in f.message
-        assert "ranks 0, 1 at state.py:49 in agree; ranks 2, 3 at train.py:41 in main" in f.message
+        assert "ranks 0, 1 at state.py:49 in agree, ranks 2, 3 at train.py:41 in main" in f.message
 
 
 def test_a_message_of_another_size_is_shown_where_it_was_sent_from_although_its_sender_has_gone_on() -> None:
@@ -447,3 +448,33 @@ def test_a_thread_that_uses_the_main_threads_group_is_named_after_the_abort() ->
     assert faster.message.endswith("gloo aborted rank 0")
     assert ended((msgspec.structs.replace(call, completed_s=39.5),)).kind == "rank_lost"
     assert ended((msgspec.structs.replace(call, group="metrics"),)).kind == "rank_lost"
+
+
+def test_ranks_whose_loops_went_over_different_keys_are_all_named_and_told_to_have_the_same() -> None:
+    """Two ranks have no loss of one head, and are in the backward: the first sentence has both sides."""
+    text = "def step(losses):\n    for name, value in losses.items():\n        dist.all_reduce(value)\n    total.backward()\n"
+    reduce, backward = (Site("/job/train.py", line, "step") for line in (3, 4))
+
+    def ended(q: int) -> RankState:
+        site, end = (reduce, {"life": "killed", "signal": 6}) if q in (0, 2) else (backward, {"life": "crashed", "exception": "RuntimeError: Connection closed by peer"})  # fmt: skip
+        call = Call(op="all_reduce", group="default_pg", seq=61, shape=(), site=site, entered_s=98.0)
+        known = {reduce.key: 40, backward.key: 10}
+        return rank(
+            q,
+            calls=(call,),
+            current_site=site,
+            user_stack=(site,),
+            ended_waiting=True,
+            ended_s=99.0,
+            sites=known,
+            **end,
+        )
+
+    f = only(findings(job(*map(ended, range(4))), mismatch, rank_lost, source={"/job/train.py": text}.get))
+    assert (f.cause, f.culprits) == ("shape", ())
+    first, _ = head_and_more(f.message)
+    assert "ranks 0, 2 at train.py:3 in step, ranks 1, 3 at train.py:4 in step" in first
+    assert f.advice.startswith(
+        "let the loop `for name, value in losses.items()` at line 2 run equally often on all ranks"
+    )
+    assert "a zero loss, not none" in f.advice and "wrong result" not in f.advice

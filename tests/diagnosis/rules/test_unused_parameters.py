@@ -75,8 +75,11 @@ SEARCHED = msgspec.structs.replace(
 )
 
 
-def not_needed(*models: Model, usual_step_s: float | None = 0.1) -> list[Finding]:
-    ranks = [rank(q, models=(m,)) for q, m in enumerate(models)]
+TIMES = tuple(DdpTime(8 * k, 100.0, 30.0, 10.0) for k in range(1, 11))
+
+
+def not_needed(*models: Model, usual_step_s: float | None = 0.1, times: tuple[DdpTime, ...] = TIMES) -> list[Finding]:
+    ranks = [rank(q, models=(m,), ddp_times=times) for q, m in enumerate(models)]
     return of_kind(found_in(job(*ranks, usual_step_s=usual_step_s)), "unused_parameters")
 
 
@@ -92,9 +95,8 @@ def test_the_gain_without_a_search_is_between_the_search_and_all_exposed_communi
     slower = msgspec.structs.replace(SEARCHED, search_ms=3.0)
     assert "without the flag, a step would take at least 2.0 % less" in only(not_needed(SEARCHED, slower)).cost
     bucket = Buckets(bytes=1 << 20, buckets=1, bucket_bytes=(1 << 20,))
-    times = tuple(DdpTime(8 * k, 100.0, 30.0, 10.0) for k in range(1, 5))
     ranks = [
-        rank(q, models=(msgspec.structs.replace(m, buckets=bucket),), ddp_times=times)
+        rank(q, models=(msgspec.structs.replace(m, buckets=bucket),), ddp_times=TIMES)
         for q, m in enumerate((SEARCHED, slower))
     ]
     f = only(of_kind(found_in(job(*ranks, usual_step_s=0.1)), "unused_parameters"))
@@ -118,7 +120,7 @@ def test_a_search_that_found_unused_parameters_once_is_needed() -> None:
     diagnosis = Diagnosis(source=lambda _: None)
     for second in range(20):  # a branch that is skipped at last
         models = [hit if second > 9 else SEARCHED] * 2
-        ranks = [rank(q, models=(m,), step=100 + second) for q, m in enumerate(models)]
+        ranks = [rank(q, models=(m,), ddp_times=TIMES, step=100 + second) for q, m in enumerate(models)]
         diagnosis.update(job(*ranks, usual_step_s=0.1, t_s=100.0 + second))
         assert bool(diagnosis.findings) is (second >= 1)
     assert only(diagnosis.findings).cleared_s is not None
@@ -131,6 +133,11 @@ def test_a_search_that_found_unused_parameters_once_is_needed() -> None:
 )
 def test_a_search_with_few_checks_or_unknown_cost_is_not_reported(change: dict[str, Any]) -> None:
     assert not_needed(*[msgspec.structs.replace(SEARCHED, **change)] * 2) == []
+
+
+def test_a_search_is_needed_for_all_that_is_known_where_no_rank_was_seen_to_use_all_parameters_itself() -> None:
+    """After the backward each has the gradient of what any rank has used."""
+    assert not_needed(SEARCHED, SEARCHED, times=TIMES[:9]) == []
 
 
 def test_the_cost_of_a_search_needs_the_step_time_and_all_ranks() -> None:
