@@ -41,6 +41,12 @@ def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, worl
     assert (f.cause, f.culprits) == (cause, (late,))
 
 
+def test_a_rank_that_has_counted_more_steps_is_named_where_too_few_are_common() -> None:
+    for n, more in ((22, ""), (60, "; rank 0 is 40 steps ahead of rank 1")):
+        few = step_times.window(job(rank(0, step=n, steps=steps(n=n)), rank(1, step=20, steps=steps(n=20))))
+        assert isinstance(few, Abstained) and few.reason == f"15 of 30 steps after the warm-up{more}"
+
+
 def test_waits_within_the_optimizer_are_not_of_backward() -> None:
     """Each rank steps some parameters and sends them to the others, which wait for them there."""
     theirs = tuple(
