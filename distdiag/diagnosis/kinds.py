@@ -110,9 +110,9 @@ UNEVEN_BATCHES = Kind(
 )  # fmt: skip
 STRAGGLER = Kind(
     name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, lasting_s=3.0, release=20,
-    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores", "gc", "tools", "growth"),
+    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores", "gc", "tools", "growth", "outside"),
     # a sum of what was measured, no estimate; the kernel's masks
-    hold_of_cause=MappingProxyType({"pauses": 1, "cores": 1, "tools": 10, "growth": 10}),
+    hold_of_cause=MappingProxyType({"pauses": 1, "cores": 1, "tools": 10, "growth": 10, "outside": 10}),
     explains=(Explains(kind="comm_bound", only_suspected=True),),  # the others wait for this rank, not for the network
 )  # fmt: skip
 INPUT_BOUND = Kind(

@@ -7,8 +7,9 @@ at regular intervals 15 %. Pauses that are too rare for that are summed over the
 follows its last step as one; those of the first 50 steps, in which kernels for new shapes are
 built, make no warning. If the slowest rank keeps changing, the cause is `rotating` and no rank is
 blamed; nor is one for what makes all of them slow: full garbage collections (`gc`), a debugging
-tool that stays on (`tools`), steps that take longer with time (`growth`). In a loop without
-optimizer steps, the straggler is the rank that enters its collectives last.
+tool that stays on (`tools`), steps that take longer with time (`growth`), one line outside all
+phases (`outside`). In a loop without optimizer steps, the straggler is the rank that enters its
+collectives last.
 """
 
 from __future__ import annotations

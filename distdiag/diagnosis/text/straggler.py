@@ -150,10 +150,14 @@ DO_IN_TURN = {
 }
 TOOLS_ON = _row("tools", "all ranks run with {tools} on, still at step {step}", "time in each step, for every operation",
     "switch it off once it has shown what it was on for: `torch.autograd.set_detect_anomaly(False)`, `tracemalloc.stop()`", severity=Severity.INFO)  # fmt: skip
+BUSIER = "if steps are meant to have more to do, or the host has got busier, ignore this"
 GROWING = _row("growth",
     "steps take longer with time on all ranks: {now_ms:.0f} ms now, {mean_ms:.0f} ms on average so far; {part} of one is {phase} now "
-    "({phase_ms:.0f} ms){site}{calls}", "{more:.1f} times the time of an average step", "{do}; if steps are meant to have more to do, or the host has got busier, ignore this",
+    "({phase_ms:.0f} ms){site}{calls}", "{more:.1f} times the time of an average step", "{do}; " + BUSIER,
     severity=Severity.INFO)  # fmt: skip
+OUTSIDE = _row("outside",
+    "all ranks spend at least {share:share} of their steps at one line outside forward, backward and the optimizer{site}{longer}", "{share:share} of step time",
+    "{do}", severity=Severity.INFO)  # fmt: skip
 DO_COLLECT = {
     "by hand": f"call `gc.collect()` at few steps, or not at all; {FREEZE}",
     "by itself": f"see whether a library calls `gc.collect()` in each step; {FREEZE}; `gc.disable()`, and {TOGETHER}, make them rare",
