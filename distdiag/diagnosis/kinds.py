@@ -99,7 +99,7 @@ RANK_LOST = _fatal(
 UNUSED_PARAMETERS = Kind(
     name="unused_parameters", severities=(_INFO, _WARNING, _ERROR), sticky=True,
     causes=("never_used", "differs_between_ranks", "frozen", "flag_not_needed", "not_updated"),
-    hold_of_cause=MappingProxyType({"flag_not_needed": 2}), refutable=("flag_not_needed",),
+    hold_of_cause=MappingProxyType({"flag_not_needed": 2}), refutable=("flag_not_needed", "frozen"),
     explains=tuple(
         Explains(kind=kind, least=_ERROR) for kind in ("rank_lost", "deadlock", "timeout", "stall", "mismatch")
     ),

@@ -120,6 +120,20 @@ def test_a_line_of_one_ranks_own_is_named_with_the_condition_that_leads_to_it() 
     )
 
 
+@pytest.mark.parametrize("theirs", [2, 5])
+def test_a_line_that_only_an_exception_leads_to_says_to_look_for_that(theirs: int) -> None:
+    """A rank tries its storage again; others may do so now and then."""
+    wait, line = Site("/job/read.py", 5, "read"), Site("/job/read.py", theirs, "read")
+    text = "def read():\n  try:\n    return get()\n  except ConnectionError:\n    sleep(1)\n"
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), phase_sites={"data": ((line, 9),)}) for q in range(2)]
+    own = {"phase_sites": {"data": ((wait, 40),)}, "phase_stacks": {"data": (wait,)}}
+    ranks.append(rank(2, steps=steps(80.0, "data", seed=2), **own))
+    f = only(findings(job(*ranks), straggler, source={"/job/read.py": text}.get))
+    assert f.advice.startswith(
+        "that line is under `except ConnectionError` at read.py:4 in read: see why rank 2 gets that"
+    )
+
+
 @pytest.mark.parametrize(
     ("elements", "advice"), [(64.0, "its batches are as large"), (None, "compare the input sizes")]
 )
