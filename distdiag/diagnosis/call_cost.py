@@ -19,6 +19,7 @@ HISTORY = (
     "if it sends a history (a metric's state, a list that is never cleared): clear that, gather it once, at the end of an epoch "
     "(`dist_sync_on_step=False`), or keep running sums and reduce those"
 )
+AS_TENSORS = "exchange tensors instead of pickled objects (all_gather_into_tensor of numbers, padded to one size), and less often"
 _FULL_TENSOR, _OBJECTS = "full_tensor(", "_object"  # in the text of a line
 ON_SHARDS = (
     "each `full_tensor()` gathers a tensor of all ranks' shards: compute on the shards (`to_local()`) and reduce the numbers in one call (a norm: the "
@@ -74,6 +75,11 @@ class Line:
     @property
     def advice(self) -> str:
         return next(advice for holds, advice in _ADVICE if holds(self))
+
+
+def pickles(site: Site, source: Source) -> bool:
+    """True if this line exchanges objects: most of what that costs is no waiting."""
+    return _OBJECTS in line_at(site, source)
 
 
 def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
@@ -169,8 +175,7 @@ _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: x.op == "barrier",
      "leave the barrier out of the loop: a collective that follows waits for all ranks by itself"),
     (lambda x: _FULL_TENSOR in x.source, ON_SHARDS),
-    (lambda x: _OBJECTS in x.source,
-     "exchange tensors instead of pickled objects (all_gather_into_tensor of numbers, padded to one size), and less often"),
+    (lambda x: _OBJECTS in x.source, AS_TENSORS),
     (lambda x: x.mean_bytes < limits.small_bytes and (x.per_step or math.inf) >= limits.several,
      "put the tensors of a step into one and send that in one call: small calls cost their latency, not their bytes"),
     (lambda x: x.mean_bytes < limits.small_bytes and "reduce" in x.op,

@@ -21,7 +21,7 @@ class Explains:
     causes: tuple[str, ...] = ()  # only with one of these causes; empty: any
     only_new: bool = False  # one that was reported before stays
     only_members: bool = False  # only if its culprits are members of the explaining finding
-    only_errors: bool = False  # only if the explaining finding is an error
+    least: Severity = Severity.INFO  # of the explaining finding
     only_suspected: bool = False  # not if it is proved
     only_stopped: bool = False  # only if the explaining finding stops the job
 
@@ -32,7 +32,7 @@ class Explains:
             and (not self.causes or other.cause in self.causes)
             and (new or not self.only_new)
             and (not self.only_members or set(other.culprits) <= {*finding.culprits, *finding.victims})
-            and (not self.only_errors or at_least(finding.severity, Severity.ERROR))
+            and at_least(finding.severity, self.least)
             and (not self.only_suspected or other.certainty == Certainty.SUSPECTED)
             and (not self.only_stopped or stops_job(finding))
         )
@@ -100,9 +100,9 @@ RANK_LOST = _fatal(
 UNUSED_PARAMETERS = Kind(
     name="unused_parameters", severities=(_INFO, _WARNING, _ERROR), sticky=True,
     causes=("never_used", "differs_between_ranks", "frozen", "flag_not_needed", "not_updated"),
-    hold_of_cause=MappingProxyType({"flag_not_needed": 2}), refutable=("flag_not_needed",),
+    hold_of_cause=MappingProxyType({"flag_not_needed": 2}), refutable=("flag_not_needed", "frozen"),
     explains=tuple(
-        Explains(kind=kind, only_errors=True) for kind in ("rank_lost", "deadlock", "timeout", "stall", "mismatch")
+        Explains(kind=kind, least=_ERROR) for kind in ("rank_lost", "deadlock", "timeout", "stall", "mismatch")
     ),
 )  # fmt: skip
 UNEVEN_BATCHES = Kind(
@@ -111,12 +111,15 @@ UNEVEN_BATCHES = Kind(
 )  # fmt: skip
 STRAGGLER = Kind(
     name="straggler", severities=(_INFO, _WARNING), while_blocked=False, hold=3, lasting_s=3.0, release=20,
-    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores", "gc", "tools", "growth"),
+    causes=("data", "forward", "backward", "optimizer", "host", "rotating", "stage", "pauses", "cores", "gc", "tools", "growth", "outside"),
     # a sum of what was measured, no estimate; the kernel's masks
-    hold_of_cause=MappingProxyType({"pauses": 1, "cores": 1, "tools": 10, "growth": 10}),
+    hold_of_cause=MappingProxyType({"pauses": 1, "cores": 1, "tools": 10, "growth": 10, "outside": 10}),
     explains=(Explains(kind="comm_bound", only_suspected=True),),  # the others wait for this rank, not for the network
 )  # fmt: skip
-INPUT_BOUND = Kind(name="input_bound", severities=(_INFO,), while_blocked=False, hold=3)
+INPUT_BOUND = Kind(
+    name="input_bound", severities=(_INFO, _WARNING), while_blocked=False, hold=3,
+    explains=(Explains(kind="straggler", causes=("data", "rotating"), least=_WARNING),),  # who gets their lock last changes by chance
+)  # fmt: skip
 COMM_BOUND = Kind(name="comm_bound", severities=(_INFO, _WARNING), while_blocked=False, hold=3)
 DUPLICATE_DATA = Kind(
     name="duplicate_data", severities=(_INFO, _WARNING), sticky=True,

@@ -60,6 +60,8 @@ class Pauses:
     end_s: float = 0.0
     # (t_s, gc_s, gc_count) after the warm-up
     gc_before: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    # (sum, number) of the shares of time that each rank waited for a CPU, after the warm-up
+    queued: dict[int, tuple[float, int]] = field(default_factory=dict)
     long_until_s: float = 0.0  # end of the newest long step, whoever waited in it; now, if a rank is in one
     # the rank that works longest in each of the newest steps, two windows of them; empty with many ranks
     longest: deque[int] = field(default_factory=lambda: deque(maxlen=2 * LIMITS.window))
@@ -105,6 +107,7 @@ class Pauses:
             self.long_until_s = s.t_s
         self._least_ms = max(PAUSE_MS, FACTOR * (s.usual_step_s or 0.0) * 1e3)
         newest = min(r.steps[-1].step for r in ranks)
+        self._step = min(self._step, max(newest, LIMITS.warm_up))  # ranks may count from 0 again
         first = max(self._step + 1, newest - len(ranks[0].steps) + 1)
         for step in range(first, newest + 1):
             x = _of(ranks[0], step)
@@ -113,6 +116,9 @@ class Pauses:
         if newest > self._step:
             self._step = newest
             self._after.clear()
+            for r in ranks:
+                total, n = self.queued.get(r.rank, (0.0, 0))
+                self.queued[r.rank] = total + (r.queued_share or 0.0), n + 1
         self._add_after(s, min(x.end_s for r in ranks if (x := _of(r, newest)) is not None))
         if not self.gc_before and self.begun_s is not None:
             self.gc_before = {r.rank: (s.t_s, r.gc_s, r.gc_count) for r in ranks}
@@ -122,6 +128,11 @@ class Pauses:
         t_s, gc_s, count = self.gc_before.get(rank, (s.t_s, 0.0, 0))
         r = s.ranks[rank]
         return ((r.gc_s - gc_s) / (s.t_s - t_s), r.gc_count - count) if s.t_s > t_s else (0.0, 0)
+
+    def usually_queued(self, rank: int) -> float:
+        """Return the share of its time that a rank has waited for a CPU so far, on average; 0 if that is not known."""
+        total, n = self.queued.get(rank, (0.0, 0))
+        return total / n if n else 0.0
 
     def _add_after(self, s: Snapshot, end_s: float) -> None:
         """Add the collectives of all ranks that they have entered since the newest step of all, which ended at `end_s` on the first rank."""

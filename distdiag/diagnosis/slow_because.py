@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from distdiag.diagnosis.call_cost import HISTORY, LARGER, dearest, uneven
+from distdiag.diagnosis.call_cost import AS_TENSORS, HISTORY, LARGER, dearest, pickles, uneven
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site, Snapshot
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
+from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site, Snapshot, lines_of
 from distdiag.diagnosis.model.syntax import Source, line_at
 from distdiag.diagnosis.pauses import Pauses
+from distdiag.diagnosis.replicas import averaged_by_ddp
 from distdiag.diagnosis.slow_case import limits as slow
 from distdiag.diagnosis.step_times import LIMITS as STEPS
-from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
+from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms, share_of_all
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, site_text, wheres
 from distdiag.diagnosis.training_data import training_loaders
@@ -43,6 +44,8 @@ class Limits:
     time come to 1.33."""
     newest: int = 32
     """Newest steps whose median is compared."""
+    outside: float = 0.3
+    """Share of the step time that a line outside all phases takes on every rank, at least; as much as of waits for data or communication."""
     collecting: float = 0.5
     """Share of what it costs that full garbage collections must take to be its cause."""
 
@@ -227,14 +230,14 @@ def _growth(one: Slow) -> Why | None:
         grows.append(
             f"its memory has grown by {size_text(n_bytes)} in {span_s:.0f} s, that of the others by {size_text(max(0, theirs))}"
         )
-    if (longer := _longer(s.ranks[rank])) is not None:
+    if (longer := _longer(s.ranks[rank], one.pauses)) is not None:
         grows.append("steps take longer with time: {:.0f} ms now, {:.0f} ms on average so far".format(*longer))
     return ("".join(f"; {x}" for x in grows), f"{text.KEEPS}; {found.advice}") if grows else None
 
 
 def _growth_of_all(facts: Facts) -> Iterator[Finding]:
     """Yield steps that take longer with time on all ranks, with the phase that is most of one now."""
-    s, longer = facts.snapshot, {q: _longer(r) for q, r in facts.snapshot.ranks.items()}
+    s, longer = facts.snapshot, {q: _longer(r, facts.pauses) for q, r in facts.snapshot.ranks.items()}
     known = {q: x for q, x in longer.items() if x is not None}
     if len(known) < len(longer):
         return
@@ -262,18 +265,51 @@ def _has_more_to_do(r: RankState) -> bool:
     return now >= limits.larger * then > 0 or (forwards >= r.step and batches * r.step >= limits.larger * forwards)
 
 
-def _longer(r: RankState) -> tuple[float, float] | None:
+def _longer(r: RankState, pauses: Pauses | None = None) -> tuple[float, float] | None:
     """Return (ms of a rank's newest steps, of its steps on average), if these take longer with time; None if they do not.
 
     Longer than those before them, too: after a slow start, or a pause that is over, they do not. None as well if they have more to do:
-    more batches are accumulated, or these are larger; or if what the rank waits for a CPU now may be all of it.
+    more batches are accumulated, or these are larger; or if what the rank waits for a CPU now, beyond what it usually does, may be all of it; without `pauses` that
+    is not known.
     """
     mean_s, n = mean_step_s(r), limits.newest
     if mean_s is None or r.step - WARM_STEPS < 2 * n or len(r.steps) <= n or _has_more_to_do(r):
         return None
     before_ms, now_ms = (statistics.median(x.step_ms for x in of) for of in (r.steps[-2 * n : -n], r.steps[-n:]))
-    longer = now_ms > before_ms and now_ms * (1.0 - (r.queued_share or 0.0)) >= limits.slower * mean_s * 1e3
+    busier = (
+        (1.0 - (r.queued_share or 0.0)) / max(1e-3, 1.0 - pauses.usually_queued(r.rank)) if pauses is not None else 1.0
+    )
+    longer = now_ms > before_ms and now_ms * min(1.0, busier) >= limits.slower * mean_s * 1e3
     return (now_ms, mean_s * 1e3) if longer else None
+
+
+def _outside_of_all(facts: Facts) -> Iterator[Finding]:
+    """Yield the line between DDP's passes that takes much of every rank's steps, if it exchanges objects, or these take longer with time.
+
+    Only a busy host leaves that open, or `_growth_of_all` finds it. Another line may be what the job is for: a simulator.
+    """
+    s, window = facts.snapshot, facts.window
+    grown = any(f.cause == text.GROWING.cause for f in facts.reported)
+    if grown or isinstance(window, Abstained) or averaged_by_ddp(s) != "each_step":
+        return
+    others = share_of_all(window, lambda x: part_ms(x, "other"), limits.outside)
+    seen = [dict(s.ranks[q].phase_sites.get("other", ())) for q in window.ranks] if others else [{}]
+    shares = {
+        site: others * min(of[site] / sum(of.values()) for of in seen) for site in set.intersection(*map(set, seen))
+    }
+    site = max(shares, key=lambda line: shares[line], default=None)
+    if site is None or shares[site] < limits.outside:
+        return
+    ranks = [s.ranks[q] for q in window.ranks]
+    objects, longer = pickles(site, facts.source), _longer(ranks[0])
+    grows = all(_longer(r) for r in ranks) and not all(_longer(r, facts.pauses) for r in ranks)
+    called = any((site.file, site.line) in lines_of(key) for r in ranks for key in r.sites)
+    if objects or (grows and not called):
+        yield text.OUTSIDE(
+            longer="; a step takes {:.0f} ms now, {:.0f} ms on average so far".format(*longer) if longer is not None else "",
+            do=AS_TENSORS if objects else f"{text.KEEPS}; {text.BUSIER}", victims=window.ranks, step=ranks[0].step, share=shares[site], site=site,
+            where=wheres(s, window.ranks, "user_code", dict.fromkeys(window.ranks, site)),
+        )  # fmt: skip
 
 
 class Explanation(NamedTuple):
@@ -298,4 +334,5 @@ EXPLANATIONS = (  # the first that explains one rank counts
     Explanation("", _more_data),
     Explanation("", _exchange),
     Explanation("", _growth, _growth_of_all),
+    Explanation("outside", lambda one: None, _outside_of_all),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
@@ -80,6 +80,8 @@ class Limits:
     slowest."""
     rotating_changes: float = 0.4
     """Changes of the slowest rank, per step."""
+    locked: float = 0.25
+    """Share of a phase in which each of the ranks that take turns at a lock waits for it: half of what two ranks wait that do nothing else."""
     pauses: int = 3
     """Least number of pauses of a rank that are summed: one or two may be the start or the end."""
     pauses_ms: float = 4000.0
@@ -100,10 +102,19 @@ def busy(s: Snapshot) -> bool:
     return s.host_cpu_pct is None or s.host_cpu_pct > STEPS.busy_host_pct
 
 
-def at_lock(sites: Iterable[Site | None], source: Source) -> bool:
-    """True if these are lines at which code waits for a lock."""
-    lines = [line_at(site, source) for site in sites if site is not None]
-    return bool(lines) and all(by_line(line, idle=True) == "lock" for line in lines)
+def at_lock(seen: Iterable[Sequence[tuple[Site, int]]], source: Source) -> Site | None:
+    """Return the line at which all of these ranks often wait for a lock; they hold it at other times.
+
+    Args:
+        seen: The lines of each rank, with the samples of each.
+    """
+    times: Counter[Site] = Counter()
+    for sites in seen:
+        locks = {site: n for site, n in sites if by_line(line_at(site, source), idle=True) == "lock"}
+        if not locks or sum(locks.values()) < limits.locked * sum(n for _, n in sites):
+            return None
+        times.update(locks)
+    return max(times, key=lambda site: times[site], default=None)
 
 
 class Excess(NamedTuple):

@@ -120,7 +120,10 @@ def _common(ranks: list[RankState]) -> Window | Abstained:
     train = [r.rank for r in ranks if r.step]
     if len(train) < len(ranks) and max(r.step for r in ranks) > LIMITS.least:
         return Abstained(f"only {rank_list(train)} {'makes' if len(train) == 1 else 'make'} optimizer steps")
-    return Abstained(f"{max(0, n)} of {LIMITS.least} steps after the warm-up")
+    least, most = (of(ranks, key=lambda r: r.step) for of in (min, max))
+    ahead = most.step - least.step
+    more = f"; rank {most.rank} is {ahead} steps ahead of rank {least.rank}" if ahead > LIMITS.warm_up else ""
+    return Abstained(f"{max(0, n)} of {LIMITS.least} steps after the warm-up{more}")
 
 
 def _synchronises(s: Snapshot, r: RankState, steps: list[Step]) -> bool:

@@ -48,7 +48,10 @@ class Recording:
             w.add(v.history.scalars())
         for q, r in s.ranks.items():
             if q not in self.views:  # of another node: its newest steps, as far as each of its states goes back
-                new = _newer(r.steps, self._newest.get(q, -1))
+                before = self._newest.get(q, -1)
+                new = _newer(
+                    r.steps, before if r.steps and r.steps[-1].step >= before else -1
+                )  # it may count from 0 again
                 self.steps.add(q, new)
                 if new:
                     self._newest[q] = new[-1].step

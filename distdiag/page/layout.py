@@ -336,6 +336,7 @@ class SampleKind(IntEnum):
     # checksum of the parameters after a step and an averaging of as many elements, which has not changed them; after times 1, 2, 4, 8, …
     # (key, bit 32: this one has)
     NOT_WRITTEN_BACK = 25
+    BEGAN_AGAIN = 28  # steps are counted from 0 again: `step` of them were this rank's alone, before the first DDP module of all ranks was built
     EVAL_MODE = 16  # number of dropout and batch-norm layers of DDP's modules that are in eval mode after a step; key: of all such layers
 
 

@@ -178,6 +178,7 @@ class Session:
         recorder, h = self.recorder, self.recorder.header
         last = "".join(traceback.format_exception_only(type(error), error)).strip()
         last, relayed = relayed_exceptions.original(last, h.rank)
+        last = f"KeyboardInterrupt, then {last}" if _interrupted(error) else last
         inner = [
             recorder.page.site(file, line, name) for file, line, name in reversed(relayed) if kind_of_file(file) == USER
         ]
@@ -361,6 +362,16 @@ def _unhandled() -> BaseException | None:
     script = getattr(sys.modules.get("__main__"), "__dict__", None)
     # of the script, or of `python -m`; that of an error which IPython or pytest has shown is theirs
     return error if frame.f_globals is script or frame.f_code.co_filename == "<frozen runpy>" else None
+
+
+def _interrupted(error: BaseException) -> bool:
+    """True if this was raised while Ctrl-C unwound the script: what fails then is the cleaning up."""
+    earlier: BaseException | None = error
+    for _ in range(32):  # a chain may be a circle
+        earlier = earlier.__cause__ or earlier.__context__ if earlier is not None else None
+        if isinstance(earlier, KeyboardInterrupt):
+            return True
+    return False
 
 
 def _command() -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
 
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import Call, Model, RankState, Site, Step
+from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.rules import straggler
 from tests.diagnosis.made import findings, job, of_kind, rank, steps
 
@@ -38,8 +40,9 @@ def test_a_debugging_tool_that_stays_on_on_all_ranks_is_told(
 
 
 def growing(
-    *factors: float, start_ms: float = 40.0, now_ms: float = 120.0, more: Callable[[RankState], RankState] = lambda r: r
-) -> list[Finding]:
+    *factors: float, start_ms: float = 40.0, now_ms: float = 120.0, more: Callable[[RankState], RankState] = lambda r: r,
+    cause: str = "growth", **known: Any,
+) -> list[Finding]:  # fmt: skip
     """Return what is found where the newest 64 of 400 steps of each rank take `factor` times as long as usual, most in forward."""
     ranks = []
     for q, factor in enumerate(factors):
@@ -59,7 +62,7 @@ def growing(
                 phase_stacks={"forward": (site,)},
             )
         )  # fmt: skip
-    return of_kind(findings(job(*map(more, ranks)), straggler), "straggler", "growth")
+    return of_kind(findings(job(*map(more, ranks)), straggler, **known), "straggler", cause)
 
 
 def test_steps_that_take_longer_with_time_on_all_ranks_are_told() -> None:
@@ -98,6 +101,49 @@ def test_steps_that_accumulate_more_batches_than_before_have_more_to_do(
         return msgspec.structs.replace(r, steps=rows, models=(Model(group="default_pg", forwards=forwards),))
 
     assert bool(growing(1.0, 1.0, more=more)) is told
+
+
+def test_steps_that_take_longer_where_ranks_wait_for_a_cpu_no_longer_than_usual_are_told() -> None:
+    """On a host whose cores are all in use, most of a step is such waiting from its start on."""
+    waits: dict[str, Any] = {"more": lambda r: msgspec.structs.replace(r, queued_share=0.8)}
+    assert growing(1.0, 1.0, **waits) == []
+    pauses = Pauses(queued=dict.fromkeys(range(2), (80 * 0.8, 80)))
+    assert len(growing(1.0, 1.0, **waits, pauses=pauses)) == 1
+
+
+BY_DDP = Model(group="default_pg", synced_backwards=400, forwards=400)
+
+
+@pytest.mark.parametrize("queued", [0.0, 0.8])
+@pytest.mark.parametrize("models", [(BY_DDP,), ()])
+def test_the_line_between_the_passes_is_named_where_only_a_busier_host_may_explain_that_steps_take_longer(
+    queued: float, models: tuple[Model, ...]
+) -> None:
+    def more(r: RankState) -> RankState:
+        rows = tuple(msgspec.structs.replace(x, other_ms=x.forward_ms, forward_ms=1.0) for x in r.steps)
+        sites = {"other": r.phase_sites["forward"]}
+        return msgspec.structs.replace(r, steps=rows, queued_share=queued, models=models, phase_sites=sites)
+
+    found = growing(1.0, 1.0, more=more, cause="outside")
+    assert bool(found) is (queued > 0 and models != ())  # without DDP a model's forward may be there
+    assert all(
+        "70 % of their steps" in f.message and "at probe.py:21 in observe; a step takes 1" in f.message for f in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "samples", "found"), [("gather_object(x)", 30, 1), ("gather_object(x)", 15, 0), ("simulate()", 30, 0)]
+)
+def test_a_line_that_exchanges_objects_is_named_and_one_that_may_be_the_jobs_work_is_not(
+    line: str, samples: int, found: int
+) -> None:
+    site, usual = Site("/job/score.py", 1, "compute"), Site("/job/score.py", 41, "step")
+    sites = {"other": ((usual, 30 - samples), (site, samples))}
+    ranks = [
+        rank(q, step=60, steps=steps(60.0, "other", seed=q), models=(BY_DDP,), phase_sites=sites) for q in range(2)
+    ]
+    named = of_kind(findings(job(*ranks), straggler, source={site.file: line}.get), "straggler", "outside")
+    assert ["exchange tensors instead of pickled objects" in str(f.advice) for f in named] == [True] * found
 
 
 @pytest.mark.parametrize(("to", "found"), [(1.0, False), (1.3, False), (2.2, True), (6.0, True)])

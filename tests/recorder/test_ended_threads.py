@@ -46,3 +46,24 @@ def test_the_exception_that_ends_a_thread_is_recorded(tmp_path: Path, monkeypatc
     assert (page.header.n_samples, sample.kind, site[2]) == (1, SampleKind.THREAD_ENDED, "dump")
     assert reader.text(sample.name) == "OSError: [Errno 28] No space left on device"
     reader.close()
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, KeyError])
+def test_what_fails_while_an_interrupt_unwinds_the_script_is_no_failure_of_it(
+    stop: type[BaseException], tmp_path: Path
+) -> None:
+    session = Session.__new__(Session)
+    session.recorder = Recorder(PageWriter(tmp_path / "page"))
+    session.recorder.page.publish()
+    try:
+        try:
+            raise stop
+        finally:
+            dump()  # as torch's writer, which writes the end of a file that is not complete
+    except OSError as e:
+        session.record_exception(e, e.__traceback__)
+    reader = PageReader(tmp_path / "page")
+    h = reader.header()
+    first = "KeyboardInterrupt, then " if stop is KeyboardInterrupt else ""
+    assert reader.text(h.exception) == f"{first}OSError: [Errno 28] No space left on device"
+    reader.close()

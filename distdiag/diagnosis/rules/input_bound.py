@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
-from distdiag.diagnosis.model.findings import Abstained, Finding
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Snapshot
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.slow_case import at_lock
@@ -42,11 +42,11 @@ class Limits:
 limits = Limits()
 INPUT_BOUND = Template(
     kind, None, "every rank waits for data: {share:share} of step time (p50 {ms:.0f} ms on the slowest rank){site}{most}{worker}",
-    "up to {share:share} of step time", "{do}", proved=True)  # fmt: skip
+    "up to {share:share} of step time", "{do}", proved=True, severity=Severity.INFO)  # fmt: skip
 EPOCH_STARTS = Template(
     kind, None, "every rank waits for data: {share:share} of step time{site}, {first:share} of that for the first batch of an epoch of {n} batches, "
     "{seconds:.1f} s each time{worker}", "up to {share:share} of step time", "{do}; more workers do not make the first batch come earlier",
-    proved=True)  # fmt: skip
+    proved=True, severity=Severity.INFO)  # fmt: skip
 _DO_FIRST = {
     "again": "set `persistent_workers=True`: each epoch starts the loader's workers (now {workers}) again; their copy of the dataset then stays, so "
     "an epoch that the main process sets in it no longer reaches them; or let the dataset read files and build tables once, in `__init__`, before "
@@ -106,13 +106,16 @@ def _found(s: Snapshot, window: Window, source: Source) -> Iterator[Finding]:
     most = f"; most of it{at(inside[-1])}" if inside and len(inside) < len(stack) else ""
     if most and inside[0].key != inside[-1].key:
         most += f",{at(inside[0])}"
-    lines = [x for x, _ in s.ranks[seen].worker_sites[:1]] if worker else inside[:1] if most else []
-    do = _DO[
-        "lock" if lines and at_lock(lines, source) else "line" if most else "worker's line" if worker else "workers"
-    ].format(workers=workers)
+    lines = [s.ranks[seen].worker_sites] if worker else [s.ranks[q].phase_sites.get("data", ()) for q in window.ranks]
+    lock = at_lock(lines, source) if worker or most else None
+    if lock is not None:
+        most = f"; they wait there for a lock{at(lock)}"
+    do = _DO["lock" if lock is not None else "line" if most else "worker's line" if worker else "workers"].format(
+        workers=workers
+    )
     yield INPUT_BOUND(
         victims=window.ranks, where=where, site=site, share=share, ms=ms, most=most, worker=worker,
-        do=do + _SPLIT if stream and not most else do,
+        do=do + _SPLIT if stream and not most else do, severity=None if lock is None else Severity.WARNING,
     )  # fmt: skip
 
 

@@ -378,7 +378,9 @@ def _finding(
     averaged = cause == "different_init" or (averaged_by_ddp(s) == "each_step" and cause == "gradients_not_synced")
     lost = _hooks_lost(s, steps[0]) if averaged else None
     way, each = _what_differs(s, steps) if averaged and not lost else ("hooks_lost" if lost else "", {})
-    odd, ranks = () if lost else minority(each or values), sorted(values)
+    # at the start, those that have loaded a checkpoint may be right, and the others wrong, however many they are
+    no_one = lost or (way == "optimizer_state" and not began_equal)
+    odd, ranks = () if no_one else minority(each or values), sorted(values)
     apart, written = _apart(s, equal, steps[0], odd)
     way = way or _way(s, cause, averaged, began_equal, local, written)
     by_hand = cause in _BY_HAND and not models

@@ -7,8 +7,9 @@ at regular intervals 15 %. Pauses that are too rare for that are summed over the
 follows its last step as one; those of the first 50 steps, in which kernels for new shapes are
 built, make no warning. If the slowest rank keeps changing, the cause is `rotating` and no rank is
 blamed; nor is one for what makes all of them slow: full garbage collections (`gc`), a debugging
-tool that stays on (`tools`), steps that take longer with time (`growth`). In a loop without
-optimizer steps, the straggler is the rank that enters its collectives last.
+tool that stays on (`tools`), steps that take longer with time (`growth`), one line outside all
+phases (`outside`). In a loop without optimizer steps, the straggler is the rank that enters its
+collectives last.
 """
 
 from __future__ import annotations
@@ -132,18 +133,15 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     case = case_of(facts, window)
     veto = comparison.vetoed(VETOES, case)
-    reported = any(f.cause == text.ROTATING.cause for f in facts.reported)
-    rotating = _rotating(case, reported) if veto is not None else None
-    one_line = rotating is not None and len({(w.file, w.line) for w in rotating.where}) == 1
-    # where all ranks are slow in turn at one line, one of them is the slowest for some steps by chance
-    if veto is not None and not one_line:
+    if veto is not None:
         newest = comparison.newest(window, limits.recurrence, limits.chance, limits.sustained_s)
         of_newest = case_of(facts, newest) if newest is not None else case
-        if comparison.vetoed(VETOES, of_newest) is None and not of_newest.stages:
+        if comparison.vetoed(VETOES, of_newest) is None and not of_newest.stages and _is_new(window, of_newest):
             case, veto = of_newest, None
     slow = case.slow
     if veto is not None:
-        yield _slow_device(case) or _by_thread(case) or rotating or _at_times(case) or veto
+        reported = any(f.cause == text.ROTATING.cause for f in facts.reported)
+        yield _slow_device(case) or _by_thread(case) or _rotating(case, reported) or _at_times(case) or veto
     elif case.stage:
         works = {q: statistics.median(map(self_ms, steps)) for q, steps in case.window.steps.items()}
         theirs = sorted({round(works[q]) for q in case.rest})
@@ -154,6 +152,13 @@ def _in_window(facts: Facts) -> Iterator[Finding | Abstained]:
         )  # fmt: skip
     else:
         yield explained(text.slow(case), s, facts.pauses, slow.gain_ms / slow.step_ms)
+
+
+def _is_new(window: Window, case: Case) -> bool:
+    """True if in few of the steps before the case's another rank is the slowest by as much: where ranks are slow in turn, one leads by chance."""
+    before = leads(window.columns[: -len(case.window.columns)])
+    turns = sum(2 * ms >= case.slow.gain_ms and window.ranks[i] not in case.slow.ranks for i, ms in before)
+    return turns <= (1 - limits.recurrence) * len(window.columns)
 
 
 def _by_thread(case: Case) -> Finding | None:
@@ -258,7 +263,7 @@ def _by_size(window: Window, slowest: Subset) -> tuple[int, float] | None:
 
 def _in_turn_advice(case: Case, phase: str, sites: Mapping[int, Site | None]) -> str:
     """Return what to do about ranks that are slow in turn in this phase, at these sites."""
-    if at_lock(sites.values(), case.source):
+    if at_lock([case.snapshot.ranks[q].phase_sites.get(phase, ()) for q in sites], case.source) is not None:
         return text.DO_ROTATING["lock"]
     if (x := case.exchange) is not None:
         return f"in {x.where}, one rank receives {x.ratio:.1f} times an even share: {text.EXPERTS}"

@@ -209,8 +209,8 @@ WAYS = {
     ),
     "optimizer_state": Words(
         "gradients are averaged, but the states of the optimizers have counted different numbers of steps",
-        "load one checkpoint on all ranks, with the optimizer's state and the epoch to start from: they have loaded different ones, or some ranks "
-        "only have loaded one; DDP makes only the model equal, when it is built",
+        "load one checkpoint on all ranks, with the optimizer's state and the epoch to start from: they have loaded different ones, or only those "
+        "that have counted more steps have loaded one; DDP makes only the model equal, when it is built",
         cause="update", place="optimizer",
     ),
     "skipped_steps": Words(

@@ -108,6 +108,10 @@ _NOT_KNOWN = "; how fast the others' queues are filled is not known: they fill w
 _SAME_CODE = "the same code is fast on the other ranks: "
 _OWN = "that line is not seen on the other ranks{under}; "
 _OWN_LINE = "see what makes {who} run it (a hook, a debug or logging branch, another path), and take that work out of the step or let it run rarely"
+_CAUGHT = (
+    "that line is under {caught}: see why {who} gets that exception (log it there: its storage, its connection or a file of its own may fail, and it "
+    "tries again), and end its cause"
+)
 _LEFT_OUT = (
     "that line is not seen on {rest}: see what lets {rest} leave that work out (a cache that only it has filled, a condition on the rank), "
     "and let all ranks do the same"
@@ -150,10 +154,14 @@ DO_IN_TURN = {
 }
 TOOLS_ON = _row("tools", "all ranks run with {tools} on, still at step {step}", "time in each step, for every operation",
     "switch it off once it has shown what it was on for: `torch.autograd.set_detect_anomaly(False)`, `tracemalloc.stop()`", severity=Severity.INFO)  # fmt: skip
+BUSIER = "if steps are meant to have more to do, or the host has got busier, ignore this"
 GROWING = _row("growth",
     "steps take longer with time on all ranks: {now_ms:.0f} ms now, {mean_ms:.0f} ms on average so far; {part} of one is {phase} now "
-    "({phase_ms:.0f} ms){site}{calls}", "{more:.1f} times the time of an average step", "{do}; if steps are meant to have more to do, or the host has got busier, ignore this",
+    "({phase_ms:.0f} ms){site}{calls}", "{more:.1f} times the time of an average step", "{do}; " + BUSIER,
     severity=Severity.INFO)  # fmt: skip
+OUTSIDE = _row("outside",
+    "all ranks spend at least {share:share} of their steps at one line outside forward, backward and the optimizer{site}{longer}", "{share:share} of step time",
+    "{do}", severity=Severity.INFO)  # fmt: skip
 DO_COLLECT = {
     "by hand": f"call `gc.collect()` at few steps, or not at all; {FREEZE}",
     "by itself": f"see whether a library calls `gc.collect()` in each step; {FREEZE}; `gc.disable()`, and {TOGETHER}, make them rare",
@@ -206,13 +214,14 @@ def found(
         of_own = _OWN + (_OWN_LINE if phase in ("forward", "backward") else do)
         do = _DO_SAME.get(phase, do) if stack[0].key in theirs else of_own
     guard = guard_text(stack, source, GuardKind.HOLDS)
+    do = _CAUGHT if guard.startswith("`except") and not doing else do
     own_code = f"{'its' if len(ranks) == 1 else 'their'} own code"
     facts.setdefault("what", f"{_WAITS.get(doing, own_code)} between steps" if phase == "other" else phase)
     return template(
         culprits=sorted(ranks), victims=rest, step=r.step,
         n=len(window.columns), site=stack[0] if stack else None, **facts,
         do=do.format(
-            who=rank_list(ranks), clocks="its device clocks and " if s.gpus else "", under=f", and is under {guard}" if guard else "",
+            who=rank_list(ranks), clocks="its device clocks and " if s.gpus else "", under=f", and is under {guard}" if guard else "", caught=guard,
             sizes=_SAME_SIZES if _same_sizes(s, ranks) else _SIZES,
         ),
     )  # fmt: skip

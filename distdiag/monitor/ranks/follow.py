@@ -75,6 +75,7 @@ class RankHistory:
         self.new_steps: list[Step] = []  # not taken yet
         self.closed_calls: list[tuple[Call, float]] = []  # not taken yet, with the host's wait in seconds
         self.warm_since_s: float | None = None
+        self._begun_ns = 0  # when steps were counted from 0 again
         self.logged: dict[str, deque[tuple[int, float]]] = {}  # of handle.log(), by name
 
     @property
@@ -140,6 +141,9 @@ class RankHistory:
     def _read_samples(self) -> None:
         page, h = self._decoder, self._decoder.header
         for record in self._samples.new():
+            if record.kind == SampleKind.BEGAN_AGAIN:
+                self._begin_again(record.t_ns)
+                continue
             kind = SampleKind(record.kind).name.lower() if record.kind in list(SampleKind) else "?"
             if record.kind in (SampleKind.REDUCED, SampleKind.AVERAGED) and record.value:
                 self._shares = True
@@ -147,6 +151,15 @@ class RankHistory:
             alone = h.world_size > 1 and not h.n_models and not self._shares
             sample = Sample(kind, record.step, record.value, record.key, page.text(record.name), at, t_s, alone)
             (self.samples if record.step or kind not in ("parameters", "layers") else self.first).append(sample)
+
+    def _begin_again(self, t_ns: int) -> None:
+        """Forget the steps that ended before: their numbers come once more."""
+        self._begun_ns, later = t_ns, [x for x in self.steps if x.end_s > (self._decoder.s(t_ns) or 0.0)]
+        self.steps.clear()
+        self.steps.extend(later)
+        self.samples.clear()
+        self.first.clear()
+        self.warm_since_s, self._warm = None, False
 
     def _read_calls(self) -> None:
         records, missed = self._decoder.page.calls, self._calls.missed
@@ -228,6 +241,8 @@ class RankHistory:
     def _read_steps(self) -> None:
         first = not self._steps.read
         for r in self._steps.new():
+            if r.end_ns < self._begun_ns:
+                continue
             step_ms = (r.end_ns - r.start_ns) / 1e6
             parts = (r.data_ns / 1e6, r.forward_ns / 1e6, r.backward_ns / 1e6, r.optimizer_ns / 1e6)
             forward_wait_ms, optimizer_wait_ms = r.forward_wait_ns / 1e6, r.optimizer_wait_ns / 1e6

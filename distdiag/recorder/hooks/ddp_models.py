@@ -70,6 +70,8 @@ def constructed(accounting: StepAccounting, ddp: Any, slot: ModelSlot, by_librar
     g = accounting.collectives.group(m.pg)
     if g is not None:
         slot.group = m.group_at = g.slot_index
+        if not accounting.ledger.models and len(g.members) == accounting.header.world_size > 1:
+            accounting.begin_again()
     slot.find_unused = (2 if by_library else 1) if ddp.find_unused_parameters else 0
     slot.static_graph = int(bool(getattr(ddp, "static_graph", False)))
     slot.broadcast_buffers = int(bool(ddp.broadcast_buffers))

@@ -84,6 +84,13 @@ class ReplicaChecksums:
         # of each optimizer: how many parameters it has, and the numbers of those without a gradient so far
         self._never: weakref.WeakKeyDictionary[Any, tuple[int, list[int]]] = weakref.WeakKeyDictionary()
 
+    def begin_again(self) -> None:
+        """Forget the steps so far: their optimizers and modules were not those of the training."""
+        if self._calls is not None:
+            self._calls.end()
+        self.others.clear()
+        self._stepped, self._calls, self._began, self._unwritten, self.averaged_elements = None, None, False, 0, 0
+
     def before_first_step(self, optimizer: Any) -> None:
         """Record a checksum of the parameters as the job begins with them; an optimizer within this one's step is not sampled."""
         compared = self._parameters(optimizer)

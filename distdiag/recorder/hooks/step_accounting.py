@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from distdiag.page.layout import Phase, word
+from distdiag.page.layout import Phase, SampleKind, word
 from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import LastCallSite, Ledger, fast_hook
 from distdiag.recorder.hooks.collectives import Collectives
@@ -175,6 +175,16 @@ class StepAccounting:
         watcher = self._watcher
         if watcher is not None:
             watcher(words[_STEP])
+
+    def begin_again(self) -> None:
+        """Count steps from 0: ranks are compared by their numbers, and one may have made some alone, as to find a learning rate."""
+        ledger, step = self.ledger, self.words[_STEP]
+        if step:
+            self.page.write_sample(SampleKind.BEGAN_AGAIN, step, 0.0)
+            self.words[_STEP] = 0
+            ledger.lead, ledger.lead_misses = None, 0
+            ledger.begin_step(now_ns())
+            self.checks.replicas.begin_again()
 
     def watch_steps(self, watcher: Callable[[int], None] | None) -> None:
         """Call `watcher` with the number of each step when it ends; None stops that.

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from distdiag.diagnosis import kinds
 from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.model.snapshot import (
     Loader,
@@ -13,7 +14,7 @@ from distdiag.diagnosis.model.snapshot import (
     Step,
 )
 from distdiag.diagnosis.rules import input_bound as rule
-from tests.diagnosis.made import findings, job, loader, of_kind, only, rank, speeds, steps
+from tests.diagnosis.made import findings, job, loader, of_kind, only, rank, speeds, steps, stragglers
 
 
 def input_bound(*of_ranks: tuple[Step, ...], **more: Any) -> list[Finding]:
@@ -90,13 +91,17 @@ def test_waits_at_the_start_of_epochs_are_named_with_what_the_workers_do(
 
 def test_ranks_that_wait_for_one_lock_want_no_workers() -> None:
     read, loop = Site("/job/store.py", 2, "read"), Site("/job/train.py", 31, "main")
-    stacks = {"phase_stacks": {"data": (read, loop)}}
-    ranks = [
-        rank(q, steps=steps(60.0, "data", seed=q), loaders=(loader(workers=0, site=loop),), **stacks) for q in range(2)
-    ]
+    # each waits at line 2 for as long as it reads at line 3 itself
+    held = Site(read.file, 3, "read")
+    stacks = {"phase_sites": {"data": ((held, 9), (read, 9))}, "phase_stacks": {"data": (held, loop)}}
+    # one of them has been the last to get the lock for a while
+    late = [steps(180.0, "data", seed=0), steps(80.0, "data", wait_ms=100.0, seed=1)]
+    ranks = [rank(q, steps=late[q], loaders=(loader(workers=0, site=loop),), **stacks) for q in range(2)]
     for line, lock in (("with self.file_lock:", True), ("x = read()", False)):
-        text = {read.file: f"def read(self):\n    {line}\n"}
+        text = {read.file: f"def read(self):\n    {line}\n        return load()\n"}
         f = only(findings(job(*ranks), rule, source=text.get))
+        assert (f.severity, "for a lock at store.py:2 in read" in f.message) == ("warning" if lock else "info", lock)
+        assert kinds.explains(f, only(stragglers(job(*ranks))), True) is lock
         assert (str(f.advice).startswith("ranks wait there for a lock"), "set num_workers" in str(f.advice)) == (
             lock,
             not lock,

@@ -35,6 +35,7 @@ def how_it_ended(*ranks: RankState, **more: Any) -> str:
         ({"life": Life.KILLED, "signal": 15}, "SIGTERM"),
         ({"life": Life.KILLED, "signal": 2}, "SIGINT"),
         ({"life": Life.CRASHED, "exception": "KeyboardInterrupt"}, "SIGINT"),
+        ({"life": Life.CRASHED, "exception": "KeyboardInterrupt, then RuntimeError: unexpected pos"}, "SIGINT"),
     ],
 )
 def test_a_job_stopped_from_outside_is_not_reported_as_a_crash(end: dict[str, Any], name: str) -> None:

@@ -656,24 +656,28 @@ def test_asynchronous_reductions_that_nobody_waits_for_are_the_reason(
     assert (str(f.advice).startswith("keep what `all_reduce(…, async_op=True)` returns")) is named
 
 
+@pytest.mark.parametrize("since", [64, 0])
 @pytest.mark.parametrize(("before", "named"), [((250, 0, 0), True), ((250, 250, 250), False), (None, False)], ids=str)
 def test_optimizers_of_which_one_has_loaded_its_state_are_the_reason(
-    before: tuple[int, int, int] | None, named: bool
+    before: tuple[int, int, int] | None, named: bool, since: int
 ) -> None:
-    """Rank 0 alone loads a checkpoint, in the middle of the run: rates differ for a while, too."""
+    """Rank 0 alone loads a checkpoint, in the middle of the run: rates differ for a while, too. At its start, the others may be wrong."""
 
     def samples(q: int) -> tuple[Sample, ...]:
-        steps = (32, 64, 96, 128)
-        drift = [Sample("parameters", k, k + 0.1 * k * (q == 0 and k > 64), key=5) for k in steps]
+        steps = (*([0] if not since else []), 32, 64, 96, 128)
+        drift = [Sample("parameters", k, k + 0.1 * k * (q == 0 and k > since), key=5) for k in steps]
         rates = [Sample("learning_rate", k, 0.01 if q == 0 and k == 96 else 0.1) for k in steps if named]
-        counts = [Sample("optimizer_steps", k, float(k + (before[q] if k > 64 else 0))) for k in steps if before]
+        counts = [
+            Sample("optimizer_steps", k, float(k + (before[q] if k > since else 0))) for k in steps if before and k
+        ]
         return (*drift, *rates, *counts)
 
     stacks = {"backward": (Site("/job/fit.py", 7, "fit"),), "optimizer": (Site("/job/fit.py", 9, "fit"),)}
     ranks = (rank(q, samples=samples(q), phase_stacks=stacks) for q in range(3))
     f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
-    assert f.culprits == (0,) and f.cause == "update" and {w.line for w in f.where} == ({9} if named else set())
-    assert "(checksums agreed within rounding at step 64)" in f.message and "loaded epoch" not in f.cost
+    assert f.culprits == (() if named and not since else (0,)) and f.cause == "update"
+    assert {w.line for w in f.where} == ({9} if named else set())
+    assert f"(checksums agreed within rounding at step {since})" in f.message and "loaded epoch" not in f.cost
     assert ("counted different numbers of steps (128 on ranks 1, 2; 378 on rank 0)" in f.message) is named
     assert ("load one checkpoint on all ranks, with the optimizer's state" in str(f.advice)) is named
 
@@ -973,6 +977,15 @@ def test_parameters_that_were_frozen_when_ddp_was_built_are_not_said_to_be_froze
     sample = (Sample(kind="unfrozen", step=9, value=2.0, name="body.weight"),) if unfrozen else ()
     found = findings(job(*(rank(q, models=(model,), samples=sample) for q in (0, 1))), replica_drift, unused_parameters)
     assert [f.cause for f in found] == ["gradients_not_synced" if unfrozen else "frozen"]
+
+
+def test_what_was_frozen_is_cleared_once_some_of_it_has_gradients() -> None:
+    model = msgspec.structs.replace(MODEL, frozen=1, frozen_names=(("body.weight", 8),))
+    sample = Sample(kind="unfrozen", step=9, value=2.0, name="body.weight")
+    d = Diagnosis(source=lambda _: None)
+    for t in range(12):
+        d.update(job(*(rank(q, models=(model,), samples=(sample,) * (t > 2)) for q in (0, 1)), t_s=float(t)))
+    assert {f.cause: f.cleared_s is None for f in d.findings} == {"frozen": False, "gradients_not_synced": True}
 
 
 def test_ranks_that_split_a_module_are_compared_in_what_each_has_whole() -> None:

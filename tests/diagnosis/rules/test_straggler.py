@@ -41,6 +41,12 @@ def test_the_rank_that_waits_least_is_the_straggler(phase: str, cause: str, worl
     assert (f.cause, f.culprits) == (cause, (late,))
 
 
+def test_a_rank_that_has_counted_more_steps_is_named_where_too_few_are_common() -> None:
+    for n, more in ((22, ""), (60, "; rank 0 is 40 steps ahead of rank 1")):
+        few = step_times.window(job(rank(0, step=n, steps=steps(n=n)), rank(1, step=20, steps=steps(n=20))))
+        assert isinstance(few, Abstained) and few.reason == f"15 of 30 steps after the warm-up{more}"
+
+
 def test_waits_within_the_optimizer_are_not_of_backward() -> None:
     """Each rank steps some parameters and sends them to the others, which wait for them there."""
     theirs = tuple(
@@ -111,6 +117,20 @@ def test_a_line_of_one_ranks_own_is_named_with_the_condition_that_leads_to_it() 
     f = only(findings(job(*ranks), straggler, source={"/job/log.py": text}.get))
     assert f.advice.startswith(
         "that line is not seen on the other ranks, and is under `if rank == 2` at log.py:4 in main; move"
+    )
+
+
+@pytest.mark.parametrize("theirs", [2, 5])
+def test_a_line_that_only_an_exception_leads_to_says_to_look_for_that(theirs: int) -> None:
+    """A rank tries its storage again; others may do so now and then."""
+    wait, line = Site("/job/read.py", 5, "read"), Site("/job/read.py", theirs, "read")
+    text = "def read():\n  try:\n    return get()\n  except ConnectionError:\n    sleep(1)\n"
+    ranks = [rank(q, steps=steps(wait_ms=80.0, seed=q), phase_sites={"data": ((line, 9),)}) for q in range(2)]
+    own = {"phase_sites": {"data": ((wait, 40),)}, "phase_stacks": {"data": (wait,)}}
+    ranks.append(rank(2, steps=steps(80.0, "data", seed=2), **own))
+    f = only(findings(job(*ranks), straggler, source={"/job/read.py": text}.get))
+    assert f.advice.startswith(
+        "that line is under `except ConnectionError` at read.py:4 in read: see why rank 2 gets that"
     )
 
 
@@ -626,13 +646,7 @@ def test_ranks_that_are_slow_in_turns_are_rotating(world: int, turns: bool) -> N
     [
         ((23, 23, 23), 5.0, 12, "rotating", "a lock across processes"),
         ((23, 23, 23), 90.0, 12, "rotating", "what makes its work differ from step to step"),
-        (
-            (23, 24, 24),
-            5.0,
-            12,
-            "host",
-            "it waits there and computes little",
-        ),  # in its last steps it has a line of its own
+        ((23, 24, 24), 5.0, 12, "rotating", "look for work of varying length"),
         ((23, 24, 24), 5.0, 1, "rotating", "look for work of varying length"),
     ],
 )
