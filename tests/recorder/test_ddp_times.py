@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -114,3 +115,28 @@ def test_backward_passes_per_step_are_counted(steps: int, synced: int, expected:
     times = DdpTimes(None, 0, ModelSlot(), 0)  # a version of torch without the interface: nothing is read
     times._per_step(2, 2)
     assert times._per_step(2 + steps, 2 + synced) == expected
+
+
+def test_many_modules_one_after_the_other_lose_no_records(tmp_path: Path) -> None:
+    (tmp_path / "search.py").write_text(
+        textwrap.dedent("""
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel as DDP
+
+        dist.init_process_group("gloo")
+        teacher = DDP(torch.nn.Linear(3, 3))  # lives on
+        for width in range(4, 20):
+            model = DDP(torch.nn.Linear(8, width))
+            for _ in range(3):
+                model(torch.randn(4, 8)).sum().backward()
+                torch.optim.SGD(model.parameters(), 0.1).step()
+        dist.destroy_process_group()
+    """)
+    )
+    command = ["-m", "distdiag.run", "--run-dir", tmp_path / "run", tmp_path / "search.py"]
+    with launch(command, nproc=1, timeout=60, fork_ranks=True) as job:
+        assert job.wait() == 0, job.tail()
+        closed(tmp_path / "run")
+    assert rows(tmp_path / "run", "SELECT message FROM finding") == []
+    newest = rows(tmp_path / "run", "SELECT bytes, backwards FROM ddp ORDER BY model DESC LIMIT 1")
+    assert newest == [((8 * 19 + 19) * 4, 3)]
