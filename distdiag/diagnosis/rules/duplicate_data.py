@@ -367,7 +367,7 @@ def _shuffled_apart(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding
     """Yield the finding of ranks that split one shuffled data set, each shuffled in its own order."""
     rows = loaders.values()
     split = all(x.distributed_sampler and x.shuffle and x.sampler_seed is not None for x in rows)
-    if not split or len({(x.dataset_length, x.iterations_started) for x in rows}) > 1:
+    if not split or len({(x.dataset_length, x.iterations_started, x.length is None) for x in rows}) > 1:
         return
     for what, values in (
         ("seed", {q: x.sampler_seed for q, x in loaders.items()}), ("epoch", {q: x.sampler_epoch for q, x in loaders.items()})
