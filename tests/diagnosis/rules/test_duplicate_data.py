@@ -601,7 +601,9 @@ def test_ranks_that_make_samples_of_their_own_may_get_the_same_batches(
     ranks = []
     for q, more in enumerate(losses):
         of_rank = tuple(msgspec.structs.replace(x, loss=x.step + more) for x in steps())
-        same = loader(first_fingerprints=prints(1), distributed_sampler=False, batch_size=16, batches=50, dataset_length=9999)
+        same = loader(
+            first_fingerprints=prints(1), distributed_sampler=False, batch_size=16, batches=50, dataset_length=9999
+        )
         ranks.append(rank(q, loaders=(same,), steps=of_rank, calls=(call,), sites={EXCHANGE.key: times}))
     f = only(data(job(*ranks), PLAIN))
     assert (f.cause, f.severity) == ("same_batches_on_ranks", severity) and "DistributedSampler" in f.advice
