@@ -145,9 +145,8 @@ class Gpu(Probe):
 
         def low(text: str) -> None:
             contention = " while other processes use it" if g.other_processes else ""
-            result.judge(
-                Verdict.INCONCLUSIVE if g.other_processes else Verdict.FAIL, f"GPU {g.index}: {text}{contention}"
-            )
+            verdict = Verdict.INCONCLUSIVE if g.other_processes else Verdict.FAIL
+            result.judge(verdict, f"GPU {g.index}: {text}{contention}")
 
         for dtype, share in row.tflops_of_peak.items():
             if share is not None and share < LOW_MATMUL and dtype in ("bfloat16", "float16"):
@@ -196,8 +195,7 @@ def _median_seconds(device: torch.device, work: Callable[[], object], seconds: f
 def matmul_tflops(device: torch.device, dtype: str, seconds: float) -> float | None:
     """Return the TFLOP/s (10^12) of an n x n product: 2 n^3 / t. Random data: zeros draw less power and run faster.
 
-    Args:
-        dtype: A torch type's name, or `tf32`: float32 with TensorFloat-32 allowed.
+    `tf32` is float32 with TensorFloat-32 allowed; the other types are torch's.
     """
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
     if dtype in ("tf32", "bfloat16") and torch.cuda.get_device_capability(device)[0] < 8:

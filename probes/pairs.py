@@ -65,11 +65,7 @@ def tournament(ranks: int) -> list[list[tuple[int, int]]]:
 
 
 def blame(times: dict[tuple[int, int], float], ranks: int) -> tuple[dict[int, tuple[int, int]], list[tuple[int, int]]]:
-    """Return (slow ranks: (slow pairs, pairs), slow links between ranks that are not slow themselves).
-
-    Args:
-        times: Time by pair, any unit.
-    """
+    """Return (slow ranks: (slow pairs, pairs), slow links between ranks that are not slow themselves), by times."""
     median = float(np.median(list(times.values())))
     slow = {pair for pair, t in times.items() if t > SLOW_FACTOR * median}
     slow_ranks: dict[int, tuple[int, int]] = {}

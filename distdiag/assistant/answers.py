@@ -29,9 +29,7 @@ MOST_TEXT = 2000  # characters of one text
 class Answers:
     """The tools, for one run. Its methods are what an assistant calls, and their docstrings what it reads about them.
 
-    Args:
-        run: As for every command; the run is found and opened anew for each call, so it may begin later or
-            end meanwhile.
+    The run is found and opened anew for each call, so it may begin later or end meanwhile.
     """
 
     def __init__(self, run: str | None) -> None:

@@ -60,11 +60,7 @@ _TOO_LARGE = Refused("the query needs too much memory", "select fewer columns an
 
 
 def select(run_dir: Path, query: str, limit: int) -> Rows:
-    """Return the rows of one SELECT on a run's database, at most `limit` of them.
-
-    Raises:
-        DistdiagError: the run cannot be read; the query is not allowed, wrong, or exceeds the limits.
-    """
+    """Return the rows of one SELECT on a run's database, at most `limit`; a wrong or forbidden one is an error."""
 
     def work(announce: guard.Announce) -> bytes:
         announce("ask", 0)

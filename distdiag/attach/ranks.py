@@ -34,7 +34,6 @@ class Candidate:
 
     @property
     def rank(self) -> int | None:
-        """Its rank by its environment."""
         return next((n for n in (_int(self.env.get(name)) for name in RANKS) if n is not None), None)
 
     @cached_property
@@ -53,7 +52,6 @@ class Candidate:
 
     @property
     def recorded(self) -> bool:
-        """True if it maps a rank page of distdiag."""
         return _PAGE.search(self.maps) is not None
 
     @property
@@ -66,16 +64,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of one job on this host.
-
-    Attributes:
-        names: By which `--job` finds it: the launcher's pid, its run id, its port, its script.
-        launcher: Pid of the parent of all ranks; None if they have several.
-    """
+    """The ranks of one job on this host."""
 
     processes: tuple[Candidate, ...]
-    names: tuple[str, ...]
-    launcher: int | None
+    names: tuple[str, ...]  # by which `--job` finds it: the launcher's pid, its run id, its port, its script
+    launcher: int | None  # pid of the parent of all ranks; None if they have several
 
     @property
     def env(self) -> Mapping[str, str]:
@@ -90,7 +83,6 @@ class Job:
 
     @property
     def recorded(self) -> Candidate | None:
-        """A rank of it that distdiag records, if there is one."""
         return next((p for p in self.processes if p.recorded), None)
 
     @property
@@ -271,7 +263,6 @@ def _ancestors(p: Candidate, everything: Mapping[int, Candidate]) -> Iterator[Ca
 
 
 def living() -> Iterator[Candidate]:
-    """Yield the living processes of this user."""
     me = os.geteuid()
     for name in os.listdir("/proc"):
         if not name.isdigit():

@@ -120,12 +120,10 @@ def _read(connection: socket.socket, end: float, line: bool = False) -> bytes:
 
 
 def records_of(status: Mapping[str, Any], rank_of: Mapping[int, int]) -> dict[int, dict[str, Any]]:
-    """Return a flight record for each rank: of each communicator the collectives launched, and those that all its ranks launched.
+    """Return a flight record for each rank: of each communicator the collectives launched, and those that all launched.
 
-    RAS does not count what is complete. Ranks that have stood still, as attach has seen, wait in what not all have launched.
-
-    Args:
-        rank_of: Ranks by pid; a communicator with a rank elsewhere is left out.
+    RAS does not count what is complete. Ranks that have stood still, as attach has seen, wait in what not all have
+    launched. A communicator with a rank that is not here is left out.
     """
     out: dict[int, dict[str, Any]] = {}
     for n, comm in enumerate(status["communicators"][:MOST_COMMUNICATORS]):

@@ -116,7 +116,6 @@ def _poke(p: Candidate, rank: int) -> Path:
 
 
 def _begun_s(p: Candidate) -> float:
-    """Return when a process began, in Unix seconds."""
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     return time.time() - uptime_s + p.started / os.sysconf("SC_CLK_TCK")
 

@@ -35,20 +35,16 @@ ENDED = "it has ended"
 
 @dataclass(slots=True)
 class Sample:
-    """One process at one moment.
+    """One process at one moment."""
 
-    Attributes:
-        process: Its stacks; None if they could not be read, with `error`.
-        queued_s: How long its main thread has waited for a CPU so far; 0 on a kernel without schedstat.
-        children_s: CPU time of its children so far and their time without a CPU: loader workers that still work.
-    """
-
-    process: Process | None = None
+    process: Process | None = None  # its stacks; None if they could not be read, with `error`
     error: str = ""
     paused_s: float = 0.0
     cpu_s: float = 0.0
-    queued_s: float = 0.0
-    children_s: float = 0.0
+    queued_s: float = 0.0  # how long its main thread has waited for a CPU so far; 0 on a kernel without schedstat
+    children_s: float = (
+        0.0  # CPU time of its children so far and their time without one: loader workers that still work
+    )
     at_s: float = field(default_factory=time.monotonic)
 
 
@@ -66,7 +62,6 @@ def py_spy() -> str:
 
 
 def take(processes: Iterable[Candidate], native: bool = False) -> dict[int, Sample]:
-    """Return a sample of each process, by pid."""
     todo = list(processes)
     program = py_spy()
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -258,7 +258,6 @@ def _source_of(pid: int) -> Source:
 
 
 def _unreadable(job: Job, taken: Mapping[int, list[Sample]]) -> DistdiagError:
-    """Return the error for a job of which no stack could be read, with what to do."""
     pid, why = next((pid, x.error) for pid, samples in taken.items() for x in reversed(samples) if x.error)
     error = why.lower()
     if "permi" in error or "eperm" in error:

@@ -33,7 +33,6 @@ class Names:
             self.phase = phase
 
     def leave(self, *_: Any) -> None:
-        """End the phase, if one is open."""
         self._open.close()
         self.phase = ""
 

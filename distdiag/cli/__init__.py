@@ -138,19 +138,14 @@ def _run(arguments: list[str], json_of: str | None, prog: str) -> int:
 
 
 def _of_system(error: OSError) -> DistdiagError:
-    """Return an error of a file, or of the output on a full or broken disk, in one line.
-
-    Raises:
-        OSError: it is neither.
-    """
+    """Return an error of a file, or of the output on a full or broken disk, in one line; raise any other."""
     if error.filename is not None:
         return DistdiagError(f"{error.filename}: {error.strerror}", "give the path of a file or a directory")
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG):
         raise error
     _discard_output()
-    return DistdiagError(
-        f"the output cannot be written: {error.strerror}", "check the disk that it goes to, and TMPDIR"
-    )
+    text = f"the output cannot be written: {error.strerror}"
+    return DistdiagError(text, "check the disk that it goes to, and TMPDIR")
 
 
 def _discard_output() -> None:

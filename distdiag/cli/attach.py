@@ -37,9 +37,8 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, ras: bool, as_js
     from distdiag.cli.verdict import exit_code, print_text
 
     if bool(pids) + (job is not None) + here != 1:
-        raise DistdiagError(
-            "name the job: PID…, --job NAME or --here", "`distdiag attach --here` takes the only job of this user"
-        )
+        hint = "`distdiag attach --here` takes the only job of this user"
+        raise DistdiagError("name the job: PID…, --job NAME or --here", hint)
     py_spy()
     report = attach(ranks.chosen(pids, job, ranks.jobs_here()), ras)
     if as_json:

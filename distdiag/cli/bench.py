@@ -19,9 +19,8 @@ def _checkout() -> Path:
     for folder in (Path(distdiag.__file__).resolve().parents[1], Path.cwd()):
         if (folder / "tests" / "faults" / "bench.py").is_file():
             return folder
-    raise DistdiagError(
-        "the fault collection is not installed", "run `distdiag bench faults` in a clone of the repository"
-    )
+    hint = "run `distdiag bench faults` in a clone of the repository"
+    raise DistdiagError("the fault collection is not installed", hint)
 
 
 class _OfCheckout(LazyGroup):

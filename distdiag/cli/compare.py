@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.report.words import milliseconds, number, visible
+from distdiag.store import rundir
+from distdiag.store.reader import open_run
 from distdiag.streams import say, say_json
+from distdiag.terms.tables import table, wrapped
+from distdiag.terms.units import MISSING
 
 if TYPE_CHECKING:
     from distdiag.report.compare import Comparison, Difference
@@ -18,9 +24,6 @@ _EFFECTS = ((0.147, "negligible"), (0.33, "small"), (0.474, "medium"), (2.0, "la
 
 
 def _print(found: Comparison) -> None:
-    from distdiag.report.words import milliseconds, number, visible
-    from distdiag.terms.tables import table, wrapped
-
     runs = found.runs
     rows: list[list[str]] = [["", *(visible(c.name) for c in runs)], ["state", *(visible(c.state) for c in runs)]]
     rows.append(["ranks", *(number(c.world_size) for c in runs)])
@@ -51,9 +54,6 @@ def _print(found: Comparison) -> None:
 
 
 def _interval(ci: tuple[float, float] | None) -> str:
-    from distdiag.report.words import milliseconds
-    from distdiag.terms.units import MISSING
-
     return f"{milliseconds(ci[0])}–{milliseconds(ci[1])}" if ci else MISSING
 
 
@@ -92,11 +92,7 @@ def command(runs: tuple[str, ...], skip: int | None, fail_above: float | None, a
     """
     if len(runs) < 2:
         raise DistdiagError("compare needs two runs", "distdiag compare reports/OLD reports/NEW")
-    import contextlib
-
     from distdiag.report.compare import compare_runs
-    from distdiag.store import rundir
-    from distdiag.store.reader import open_run
 
     with contextlib.ExitStack() as stack:
         found = compare_runs([stack.enter_context(open_run(rundir.resolve(r))) for r in runs], skip, fail_above)

@@ -10,57 +10,66 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+import msgspec
 
 from distdiag.cli.options import ascii_option, fail_on_option
 from distdiag.cli.verdict import exit_code, notes_on_latest, print_text
+from distdiag.diagnosis.model.findings import BAD_STATES, Report, Severity, at_least, still_open
+from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable, why_lines
 from distdiag.errors import DistdiagError, ExitCode
+from distdiag.page import directories
+from distdiag.store import rundir
+from distdiag.store.liveness import MONITOR_LOG, failure_of
+from distdiag.store.opening import RunUnreadable, locate
+from distdiag.store.reader import open_run
 from distdiag.streams import say, say_json
-
-if TYPE_CHECKING:
-    from distdiag.diagnosis.model.findings import Report
+from distdiag.terms.units import counted
 
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
 JUDGED_S = 2.5  # for a new monitor to judge a running job
 HEAD_BYTES = 1 << 12  # a file of stacks begins with them; a log may have some anywhere
 MOST_STDIN = 4 << 30  # bytes; it is copied into the temporary directory
 _PIPE = re.compile(r"-|/dev/stdin|/(?:dev|proc/self)/fd/[0-9]+")  # also `<(zcat job.log.gz)` of a shell
+_TAKE_STACKS = re.compile(r"^take the stacks?\b.* the next time")  # the log may have them
 _ARCHIVE = re.compile(r"\.(?:zip|tar(?:\.\w{1,4})?|t(?:gz|bz2?|xz|zst))$")
 
 
 def _of_files(targets: tuple[str, ...]) -> Report:
     """Return the verdict on dumps and logs; with both, the dumps show who waits, the logs who failed."""
-    import msgspec
-
     from distdiag.sources.dumps.verdict import NoDumps, diagnose_dumps
     from distdiag.sources.logs.files import find_logs
-    from distdiag.sources.logs.verdict import diagnose_logs, failures_first
+    from distdiag.sources.logs.verdict import diagnose_logs, failures_first, stopped
     from distdiag.sources.stacks.files import diagnose_stacks
-    from distdiag.store import rundir
 
     logs = find_logs(targets)
     named = {str(path) for path in logs}
     others = tuple(t for t in targets if t not in named)
+    in_logs = diagnose_logs(targets, logs)
     try:
-        report = diagnose_dumps(others)
+        report = diagnose_dumps(others, stopped=in_logs is not None and stopped(in_logs))
     except NoDumps as e:
         for target in targets:
             if (runs := rundir.runs_below(Path(target))) is not None:
                 raise runs from e
-        report = diagnose_logs(targets, logs)
+        report = in_logs
         if report is None or not report.findings:
             stacks = diagnose_stacks(targets, dead=report is None)
             if stacks is not None:
                 return stacks
         if report is not None:
-            stacks = diagnose_stacks(targets, within=HEAD_BYTES)
-            seen = [f"{f.message}; do: {f.advice}" for f in (stacks.findings if stacks else ())]
+            asked = [f for f in report.findings if _TAKE_STACKS.search(f.advice)]
+            stacks = diagnose_stacks(targets, dead=False) if asked else diagnose_stacks(targets, within=HEAD_BYTES)
+            found = stacks.findings if stacks else ()
+            seen = [f.message if asked else f"{f.message}; do: {f.advice}" for f in found]
             notes = [f"the stacks given with the log show, by their own numbers: {text}" for text in seen]
-            return msgspec.structs.replace(report, notes=(*notes, *report.notes))
+            findings = (
+                msgspec.structs.replace(f, advice=found[0].advice) if found and f in asked else f
+                for f in report.findings
+            )
+            return msgspec.structs.replace(report, findings=tuple(findings), notes=(*notes, *report.notes))
         raise _nothing_to_read(others, e.report.bad) from e
-    in_logs = diagnose_logs(targets, logs)
     if in_logs is None:
         return report
     return failures_first(msgspec.structs.replace(report, run=", ".join(targets)), in_logs)
@@ -68,7 +77,6 @@ def _of_files(targets: tuple[str, ...]) -> Report:
 
 def _nothing_to_read(targets: tuple[str, ...], bad: list[tuple[str, str]]) -> DistdiagError:
     """Return the error for files of which none is a dump or a log."""
-    from distdiag.diagnosis.text.finding import printable
     from distdiag.tapes.tape import is_tape
 
     if not bad:
@@ -84,21 +92,11 @@ def _nothing_to_read(targets: tuple[str, ...], bad: list[tuple[str, str]]) -> Di
     if archive is not None:
         unpack = "unzip -d unpacked" if archive.endswith(".zip") else "mkdir unpacked && tar -C unpacked -xf"
         hint = f"unpack the archive first: {unpack} {shlex.quote(archive)} && distdiag diagnose unpacked"
-    return DistdiagError(
-        printable(what),
-        printable(hint),
-        ExitCode.NO_DATA if not bad else ExitCode.USAGE,
-        "no_dumps",
-    )
+    code = ExitCode.NO_DATA if not bad else ExitCode.USAGE
+    return DistdiagError(printable(what), printable(hint), code, "no_dumps")
 
 
 def _of_run(target: str | None) -> Report:
-    import msgspec
-
-    from distdiag.store import rundir
-    from distdiag.store.liveness import MONITOR_LOG, failure_of
-    from distdiag.store.opening import locate
-    from distdiag.store.reader import open_run
 
     path = rundir.resolve(target)
     if (newer := rundir.newer_launch(path)) is not None and rundir.failed_launch(newer[0]) is not None:
@@ -134,13 +132,9 @@ def _finish(path: Path) -> None:
 
     Returns at once if no monitor of the run runs here, and none can be started.
     """
-    from distdiag.page import directories
-
     if not directories.of_run(path):
         return  # closed, or on another host
     from distdiag.recorder.start_monitor import take_over
-    from distdiag.store.opening import RunUnreadable
-    from distdiag.store.reader import open_run
 
     pages, taken = take_over(path)
     started = time.time()
@@ -159,11 +153,6 @@ def _finish(path: Path) -> None:
 
 def _with_files(run: Report, others: tuple[str, ...]) -> Report:
     """Return the verdict on a run and its logs or dumps: the run's own, unless only they show an error."""
-    import msgspec
-
-    from distdiag.diagnosis.model.findings import Severity, at_least, still_open
-    from distdiag.diagnosis.text.finding import printable
-    from distdiag.terms.units import counted
 
     files = _of_files(others)
     errors = [f for f in files.findings if at_least(f.severity, Severity.ERROR)]
@@ -177,10 +166,6 @@ def _with_files(run: Report, others: tuple[str, ...]) -> Report:
 
 def _autopsy(path: Path) -> Report | None:
     """Return the verdict on a job that was killed together with its monitor; None for any other run."""
-    from distdiag.page import directories
-    from distdiag.store.opening import RunUnreadable
-    from distdiag.store.reader import open_run
-
     try:
         with open_run(path) as run:
             closed = run.meta.get("ended_s") is not None
@@ -194,8 +179,6 @@ def _autopsy(path: Path) -> Report | None:
 
 
 def _is_run(target: str) -> bool:
-    from distdiag.store import rundir
-
     path = Path(target)
     rundir.check_readable(path)
     if path.name == rundir.DATABASE:
@@ -256,16 +239,13 @@ def _report(targets: tuple[str, ...]) -> Report:
         )
     runs = [t for t in targets if _is_run(t)]
     if len(runs) > 1:
-        raise DistdiagError(
-            f"{runs[0]} and {runs[1]} are both runs", "give one run, with or without its logs and dumps"
-        )
+        hint = "give one run, with or without its logs and dumps"
+        raise DistdiagError(f"{runs[0]} and {runs[1]} are both runs", hint)
     return _with_files(_of_run(runs[0]), tuple(t for t in targets if t not in runs)) if runs else _of_files(targets)
 
 
 def _print_why(report: Report, kind: str) -> None:
     from distdiag.diagnosis.kinds import KINDS
-    from distdiag.diagnosis.text.checks import why_lines
-    from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable
 
     if kind not in KINDS:
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(KINDS)}")
@@ -284,11 +264,7 @@ def _traces(targets: tuple[str, ...]) -> list[Path]:
 
 def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report | None:
     """Return the verdict on the dumps and logs that were given together with traces, if the job failed."""
-    import msgspec
-
-    from distdiag.diagnosis.model.findings import BAD_STATES
     from distdiag.sources.dumps.files import find
-    from distdiag.terms.units import counted
 
     known = set(traces)
     others = tuple(str(path) for path, _ in find(map(Path, targets)) if path not in known)
@@ -306,7 +282,6 @@ def _failure_in_others(targets: tuple[str, ...], traces: list[Path]) -> Report |
 
 def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool) -> int:
     """Analyse the Kineto traces of several ranks together and print the result."""
-    from distdiag.diagnosis.text.finding import printable
     from distdiag.traces import text
     from distdiag.traces.files import diagnose
     from distdiag.traces.read import BadTrace
@@ -314,11 +289,8 @@ def _diagnose_traces(targets: tuple[str, ...], traces: list[Path], as_json: bool
     try:
         found = diagnose(targets[0], traces)
     except BadTrace as e:
-        raise DistdiagError(
-            printable(str(e)),
-            "give one trace per rank, as export_chrome_trace of torch.profiler writes it",
-            kind="no_traces",
-        ) from None
+        hint = "give one trace per rank, as export_chrome_trace of torch.profiler writes it"
+        raise DistdiagError(printable(str(e)), hint, kind="no_traces") from None
     if as_json:
         say_json(found)
     else:

@@ -23,9 +23,8 @@ _COLOURS = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "bright_bl
 def _endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
-        raise DistdiagError(
-            f"--reach {cut(text, 80)}: not HOST:PORT", "for example --reach node0:29500, torchrun's default port"
-        )
+        hint = "for example --reach node0:29500, torchrun's default port"
+        raise DistdiagError(f"--reach {cut(text, 80)}: not HOST:PORT", hint)
     return host.strip("[]"), int(port)
 
 

@@ -35,9 +35,8 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
     from distdiag.terms.units import counted
 
     if timeout_s <= 0:
-        raise DistdiagError(
-            f"--timeout {timeout_s:g} is not above 0", "give the time in seconds, for example --timeout 5"
-        )
+        hint = "give the time in seconds, for example --timeout 5"
+        raise DistdiagError(f"--timeout {timeout_s:g} is not above 0", hint)
     run_dir = rundir.resolve(run)
     with ThreadPoolExecutor(1) as pool:
         elsewhere = pool.submit(dump.of_other_nodes, run_dir, timeout_s)

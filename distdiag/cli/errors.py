@@ -10,11 +10,7 @@ _SCHEMAS = {"diagnose": "distdiag.findings/1", "tui": "distdiag.snapshot/1", "du
 
 
 def report_error(error: DistdiagError, json_of: str | None = None) -> int:
-    """Print an error (one line of error, one of hint) and return its exit code.
-
-    Args:
-        json_of: Name of the command if --json was given: the error is then also printed as an object.
-    """
+    """Print an error and its hint, also as an object if `json_of` is the command; return its exit code."""
     if json_of is not None:
         say_json(error.as_json(_SCHEMAS.get(json_of, f"distdiag.{json_of}/1")))
     say_error(error.message, error.hint)

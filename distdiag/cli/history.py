@@ -131,9 +131,8 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
             say(f"skipped {path}: {why}", err=True)
         if not history.ask("SELECT 1 FROM history LIMIT 1"):
             text = f"no run could be read, {len(broken)} skipped" if broken else f"no run below {' '.join(sources)}"
-            raise DistdiagError(
-                text, "a run is a directory with run.db: `distdiag run` records one", ExitCode.NO_DATA, "no_run"
-            )
+            hint = "a run is a directory with run.db: `distdiag run` records one"
+            raise DistdiagError(text, hint, ExitCode.NO_DATA, "no_run")
         if parquet is not None:
             history.write_parquet(Path(parquet))
             say(f"wrote {parquet}: distdiag history {parquet}", err=True)

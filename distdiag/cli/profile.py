@@ -14,9 +14,8 @@ from distdiag.streams import say, say_json
 if TYPE_CHECKING:
     from distdiag.monitor.evidence.request_profile import Asked, Taken
     from distdiag.monitor.ranks.state import RankView
-    from distdiag.traces.analyse import Entry, Message
+    from distdiag.traces.analyse import Issued, Recorded
     from distdiag.traces.model import Profile
-    from distdiag.traces.profile import Recorded
     from distdiag.traces.read import Trace
 
 
@@ -35,11 +34,7 @@ def _ranks(text: str | None) -> list[int] | None:
 
 
 def _culprit(run_dir: Path, views: list[RankView]) -> tuple[int, int, str]:
-    """Return the straggler, a peer with the median self time, and how the straggler was chosen.
-
-    Raises:
-        DistdiagError: NO_DATA if fewer than two ranks have recorded a step.
-    """
+    """Return the straggler, a peer with the median self time, and how the straggler was chosen."""
     from distdiag.monitor.cluster.questions import asked_at
     from distdiag.monitor.evidence.request_profile import self_times
     from distdiag.store.opening import RunUnreadable
@@ -54,9 +49,8 @@ def _culprit(run_dir: Path, views: list[RankView]) -> tuple[int, int, str]:
     except RunUnreadable:
         pass
     if len(times) < 2:
-        raise DistdiagError(
-            "fewer than two ranks on this node have recorded a step", "name the ranks: --ranks 0,1", ExitCode.NO_DATA
-        )
+        text = "fewer than two ranks on this node have recorded a step"
+        raise DistdiagError(text, "name the ranks: --ranks 0,1", ExitCode.NO_DATA)
     slowest, reason = max(times, key=lambda q: times[q]), ""
     if found and found[0].culprits[0] in times:
         slowest, reason = found[0].culprits[0], "finding: straggler"
@@ -92,9 +86,8 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     if not 1 <= steps <= MAX_STEPS:
         raise DistdiagError(f"--steps {steps} is not between 1 and {MAX_STEPS}", "for example --steps 3")
     if not 0 < timeout_s <= 3000:
-        raise DistdiagError(
-            f"--timeout {timeout_s:g} is not between 0 and 3000", "give the time in seconds, for example --timeout 60"
-        )
+        text = f"--timeout {timeout_s:g} is not between 0 and 3000"
+        raise DistdiagError(text, "give the time in seconds, for example --timeout 60")
     if culprit and ranks is not None:
         raise DistdiagError("--culprit chooses the ranks itself", "leave out --ranks or --culprit")
     wanted = _ranks(ranks)
@@ -151,7 +144,6 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
     from distdiag.page import profile_files
     from distdiag.traces import merge
     from distdiag.traces import saved as saved_profiles
-    from distdiag.traces.analyse import Entry
     from distdiag.traces.model import Missing
     from distdiag.traces.profile import profile_of
     from distdiag.traces.read import BadTrace, read
@@ -166,8 +158,7 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
         except (BadTrace, OSError) as e:
             missing.append(Missing(rank=a.rank, reason=f"its trace {e}" if isinstance(e, BadTrace) else str(e)))
             continue
-        entries = [Entry(e.op, e.group, e.seq, e.created_ns, e.bytes) for e in a.entries]
-        recorded[a.rank] = _recorded(a, trace, entries)
+        recorded[a.rank] = _recorded(a, trace)
     one_host = len({a.host for a in taken.ranks}) == 1
     found, collectives, offsets = profile_of(str(run_dir.absolute()), taken.number, recorded, missing, chosen, one_host)
     folder = profile_files.results(run_dir, taken.number)
@@ -189,15 +180,15 @@ def analysed(run_dir: Path, taken: Taken, chosen: tuple[int, int, str] | None) -
     return found
 
 
-def _recorded(a: Asked, trace: Trace, entries: list[Entry]) -> Recorded:
-    from distdiag.traces.profile import Recorded
+def _recorded(a: Asked, trace: Trace) -> Recorded:
+    from distdiag.traces.analyse import Issued, Recorded
 
     answer = a.answer
     assert answer is not None
     return Recorded(
         trace=trace,
         boundaries=[(step, ns) for step, ns in answer.boundaries],
-        entries=entries,
+        entries=[Issued(e.op, e.group, e.seq, e.created_ns, e.bytes) for e in a.entries],
         messages=_messages(a),
         lines=[(file, line, function, n) for file, line, function, n in answer.lines],
         samples=answer.samples,
@@ -208,8 +199,8 @@ def _recorded(a: Asked, trace: Trace, entries: list[Entry]) -> Recorded:
     )
 
 
-def _messages(a: Asked) -> list[Message]:
-    from distdiag.traces.analyse import Message
+def _messages(a: Asked) -> list[Issued]:
+    from distdiag.traces.analyse import Issued
     from distdiag.traces.read import message_ends
 
     out = []
@@ -217,5 +208,5 @@ def _messages(a: Asked) -> list[Message]:
         if c.peer is not None and c.nth:
             sends = c.op.endswith("send")
             ends = message_ends(*((a.rank, c.peer) if sends else (c.peer, a.rank)), c.tag)
-            out.append(Message("send" if sends else "recv", c.group, ends, c.nth, entered_ns, c.bytes))
+            out.append(Issued("send" if sends else "recv", c.group, c.nth, entered_ns, c.bytes, ends))
     return out

@@ -87,9 +87,8 @@ def command(
     from distdiag.store import rundir
 
     if last_steps is not None and format != "perfetto":
-        raise DistdiagError(
-            "--last-steps is for --format perfetto only", "omit it: the other formats show the whole run"
-        )
+        hint = "omit it: the other formats show the whole run"
+        raise DistdiagError("--last-steps is for --format perfetto only", hint)
     if tape is not None:
         return _write_tape(rundir.resolve(run), tape, force)
     run_dir = rundir.resolve(run)
@@ -118,11 +117,8 @@ def _write_tape(run_dir: Path, path: Path, force: bool) -> int:
     from distdiag.tapes.writer import NAME
 
     if not files.is_file(run_dir, NAME):
-        raise DistdiagError(
-            f"{run_dir} has no tape",
-            "record the job with `distdiag run --tape`, or with DISTDIAG_TAPE=1",
-            ExitCode.NO_DATA,
-        )
+        hint = "record the job with `distdiag run --tape`, or with DISTDIAG_TAPE=1"
+        raise DistdiagError(f"{run_dir} has no tape", hint, ExitCode.NO_DATA)
     data, snapshots, paths = guarded(
         run_dir / NAME,
         lambda tape: (to_bytes(tape), len(tape.snapshots), sorted(tape.sources)),

@@ -151,9 +151,8 @@ def _watch(path: Path, ui: Ui, hz: float, theme: str | None, follow_attempts: bo
     need(("textual",), "the live view")
     served = bool(os.environ.get("TEXTUAL_DRIVER"))  # by --web: its terminal is the browser
     if not served and not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise DistdiagError(
-            "the live view needs a terminal", "`distdiag tui --once` prints one screen, also into a pipe"
-        )
+        hint = "`distdiag tui --once` prints one screen, also into a pipe"
+        raise DistdiagError("the live view needs a terminal", hint)
     from distdiag.tui.app import DistdiagApp
     from distdiag.tui.draw.text import quote
 

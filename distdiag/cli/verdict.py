@@ -7,15 +7,21 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from distdiag.diagnosis import kinds
+from distdiag.diagnosis.model.findings import BAD_STATES, Report, Severity, at_least, still_open
+from distdiag.diagnosis.text.finding import checked_lines, finding_lines, in_the_past, last_seen_lines, printable
 from distdiag.errors import ExitCode
+from distdiag.report.words import verdict
+from distdiag.store import rundir
+from distdiag.store.liveness import Monitor, monitor_of
+from distdiag.store.opening import RunUnreadable
+from distdiag.store.reader import open_run
 from distdiag.streams import say, wants_colour
-
-if TYPE_CHECKING:
-    from distdiag.diagnosis.model.findings import Report
+from distdiag.terms.tables import wrapped
+from distdiag.terms.units import rough_duration
 
 SHOWN = 100  # findings as text, worst first
 _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
@@ -23,10 +29,6 @@ _COLOURS = {"error": "red", "warning": "yellow", "info": "cyan"}
 
 def source(report: Report) -> str | None:
     """Return the run, how long ago it began or ended, and its command; None for dumps."""
-    from distdiag.diagnosis.text.finding import printable
-    from distdiag.store import rundir
-    from distdiag.terms.units import rough_duration
-
     if report.age_s is None:
         return None
     path = Path(report.run)
@@ -42,11 +44,8 @@ def source(report: Report) -> str | None:
 def exit_code(report: Report, threshold: str) -> ExitCode:
     """Return FAILED for a finding at or above `threshold` or a failed job, INCONCLUSIVE if not all ranks were judged.
 
-    Args:
-        threshold: `error`, `warning`, or `never` to return OK in any case.
+    Threshold `never` returns OK in any case.
     """
-    from distdiag.diagnosis.model.findings import BAD_STATES, at_least, still_open
-
     if threshold == "never":
         return ExitCode.OK
     if report.state in BAD_STATES or any(at_least(f.severity, threshold) for f in still_open(report.findings)):
@@ -55,12 +54,6 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
 
 
 def print_text(report: Report) -> None:
-    from distdiag.diagnosis.model.findings import Severity, still_open
-    from distdiag.diagnosis.text.checks import checked_lines
-    from distdiag.diagnosis.text.finding import last_seen_lines
-    from distdiag.report.words import verdict
-    from distdiag.terms.tables import wrapped
-
     width = max(40, min(shutil.get_terminal_size().columns, 140))
 
     def block(lines: Sequence[str], title: str = "") -> None:
@@ -81,11 +74,6 @@ def print_text(report: Report) -> None:
 
 def _print_findings(report: Report, colour: bool, width: int) -> None:
     """Print the open findings, worst first, then the first line of each that was cleared."""
-    from distdiag.diagnosis import kinds
-    from distdiag.diagnosis.model.findings import still_open
-    from distdiag.diagnosis.text.finding import finding_lines, in_the_past
-    from distdiag.terms.tables import wrapped
-
     open_ones = still_open(report.findings)
     cleared = [f for f in report.findings if f.cleared_s is not None and not kinds.was_replaced(f)]
     for f in open_ones[:SHOWN]:
@@ -108,12 +96,6 @@ def notes_on_latest(path: Path) -> Iterator[str]:
 
     Two jobs may share a working directory.
     """
-    from distdiag.diagnosis.text.finding import printable
-    from distdiag.store import rundir
-    from distdiag.store.liveness import Monitor, monitor_of
-    from distdiag.store.opening import RunUnreadable
-    from distdiag.store.reader import open_run
-
     for other in rundir.other_runs(path):
         with suppress(RunUnreadable), open_run(other) as run:
             if monitor_of(run.meta) is Monitor.LIVE:

@@ -1,4 +1,5 @@
-"""Collectives that the script itself calls: the line that costs all ranks most, and what to do about it."""
+"""Collectives that the script itself calls: the line that costs all ranks most, and all_to_alls in which some ranks receive more than others
+(tokens that a router sends to experts, rows that are hashed to shards)."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, line_at
-from distdiag.diagnosis.text.phrases import site_text
+from distdiag.diagnosis.text.phrases import at, site_text
 from distdiag.terms.operations import op_name
 from distdiag.terms.units import counted, percent, size_text
 
@@ -23,6 +25,8 @@ ON_SHARDS = (
     "sum of the squares of the shards' norms), or do it every n-th step only"
 )
 LEAST = 8  # complete calls of a line on every rank
+LARGER = 1.25  # times an even share of an all_to_all that a rank must receive
+MAIN = 0.25  # of the elements of the all_to_all with most: lines with fewer are not looked at
 
 
 @dataclass(frozen=True)
@@ -85,24 +89,15 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
     key = max(common, key=lambda k: min(lines[k][0] for lines in of_ranks))
     share, by_call = min((lines[key] for lines in of_ranks), key=lambda x: x[0])
     calls = max(by_call.values(), key=_waited_s)
-    op, site = calls[-1].op, calls[-1].site
+    newest, site = calls[-1], calls[-1].site
     assert site is not None
     at_site = sum(len(of) for (_, where), of in by_call.items() if where == site.key)  # of every operation
-    per_step = min(_whole_steps(r, site) for r in s.ranks.values()) * len(calls) / at_site
-    mean_bytes = int(statistics.mean(c.bytes or 0 for c in calls))
     return Line(
-        op_name(op),
-        site,
-        share,
-        per_step,
-        mean_bytes,
-        line_at(site, source),
-        again is not None and again.key == site.key,
-        len(by_call) - 1,
-        _growth(calls),
-        calls[-1].asynchronous,
-        len({c.bytes for c in calls}) > 1,
-    )
+        op=op_name(newest.op), site=site, share=share, source=line_at(site, source), others=len(by_call) - 1, grew=_growth(calls),
+        per_step=min(_whole_steps(r, site) for r in s.ranks.values()) * len(calls) / at_site,
+        mean_bytes=int(statistics.mean(c.bytes or 0 for c in calls)), uneven=len({c.bytes for c in calls}) > 1,
+        again=again is not None and again.key == site.key, asynchronous=newest.asynchronous,
+    )  # fmt: skip
 
 
 def _whole_steps(r: RankState, site: Site) -> float:
@@ -184,3 +179,40 @@ _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: True,
      "call it less often, send less (a lower precision, what has changed), or start it with `async_op=True` and compute until `wait()`"),
 )  # fmt: skip
+
+
+# -- what ranks receive in an all_to_all ---------------------------------------------------------------------------------
+
+
+class Exchange(NamedTuple):
+    """The calls of one line in which ranks receive least evenly."""
+
+    op: str
+    site: Site
+    ratio: float  # of the most that a rank receives in a call to an even share, typically
+    shares: dict[int, float]  # what each rank has received in all of them, in multiples of an even share
+
+    @property
+    def where(self) -> str:
+        return f"{self.op}{at(self.site)}"
+
+
+def uneven(s: Snapshot) -> Exchange | None:
+    """Return the all_to_all in which one rank typically receives `LARGER` times an even share; None if there is none."""
+    of: dict[str, dict[tuple[str, int | None], dict[int, int]]] = {}  # by line and call: elements received, by rank
+    last: dict[str, Call] = {}
+    for q, r in s.ranks.items():
+        for c in r.calls:
+            if c.received is not None and c.site is not None and s.whole(c.group):
+                last[c.site.key] = c
+                of.setdefault(c.site.key, {}).setdefault((c.group, c.seq), {})[q] = c.received
+    whole = ((key, [x for x in calls.values() if len(x) == len(s.ranks)]) for key, calls in of.items())
+    known = {key: [x for x in calls if any(x.values())] for key, calls in whole}
+    totals = {key: sum(sum(x.values()) for x in calls) for key, calls in known.items() if len(calls) >= LEAST}
+    main = [key for key, n in totals.items() if n >= MAIN * max(totals.values())]
+    found = [(statistics.median(max(x.values()) * len(x) / sum(x.values()) for x in known[key]), key) for key in main]
+    ratio, key = max(found, default=(0.0, ""))
+    if ratio < LARGER:
+        return None
+    shares = {q: sum(x[q] for x in known[key]) * len(s.ranks) / totals[key] for q in s.ranks}
+    return Exchange(op_name(last[key].op), last[key].site or Site("", 0), ratio, shares)

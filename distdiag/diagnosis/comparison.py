@@ -149,12 +149,8 @@ def persistent(window: Window, recurrence: float, least_ms: float, several: bool
     index = Counter(at_top for at_top, _ in tops).most_common(1)[0][0]
     indices = [i for i, (at_top, _) in enumerate(tops) if at_top == index]
     ranks, gains = [window.ranks[index]], [gain for _, gain in tops]
-    if several:
-        ranks, indices, gains = _together(window, least_ms, len(indices) >= recurrence * len(tops)) or (
-            ranks,
-            indices,
-            gains,
-        )
+    if several and (found := _together(window, least_ms, len(indices) >= recurrence * len(tops))):
+        ranks, indices, gains = found
     return Subset(ranks, indices, statistics.median(gains), window.step_ms(ranks[0]))
 
 

@@ -185,9 +185,8 @@ def killed_together(snapshot: Snapshot, causes: list[RankState]) -> bool:
     if len(causes) < 2 or len(causes) < len(snapshot.ranks):
         return False
     times = [state.ended_s for state in causes if state.ended_s is not None]
-    return all(state.life == Life.KILLED and state.signal in (None, signals.SIGKILL) for state in causes) and (
-        len(times) == len(causes) and max(times) - min(times) < 1.0
-    )
+    killed = all(state.life == Life.KILLED and state.signal in (None, signals.SIGKILL) for state in causes)
+    return killed and len(times) == len(causes) and max(times) - min(times) < 1.0
 
 
 def _lost(snapshot: Snapshot, causes: list[RankState]) -> Cascade:
@@ -270,15 +269,12 @@ def _aborted(snapshot: Snapshot, aborted: list[RankState], kinds: dict[int, str]
     if under_way and snapshot.t_s - first_s < UNDER_WAY_S:
         return NO_CASCADE
     # the launcher may end the others before they raise; what they waited in is known anyway
-    involved = [
-        q
-        for q in sorted(states)
-        if kinds.get(q) in ("mismatch", "echo", "timeout")
-        or (kinds.get(q) == "outside" and _in_call(states[q]))
-        or (q not in kinds and states[q].blocked is not None)
-    ]
+    failed = _of(kinds, "mismatch", "echo", "timeout")
+    ended = (q for q in _of(kinds, "outside") if _in_call(states[q]))
+    waiting = (q for q, r in states.items() if q not in kinds and r.blocked is not None)
+    involved = tuple(sorted((*failed, *ended, *waiting)))
     incident = abort.incident(snapshot, involved)
-    return None if incident is None else Cascade(End.ABORTED, (), tuple(involved), incident)
+    return None if incident is None else Cascade(End.ABORTED, (), involved, incident)
 
 
 def _in_call(state: RankState) -> bool:

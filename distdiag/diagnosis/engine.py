@@ -39,11 +39,8 @@ class Checks:
         abstained = [x for x in outcomes if isinstance(x, Abstained) and not (x.ranks and known.issuperset(x.ranks))]
         if all(x.cause is not None for x in abstained):
             abstained.insert(0, Abstained("", checked=True))
-        abstained += [
-            Abstained("", checked=True, cause=f.cause)
-            for f in mine
-            if f.cause is not None and (kind, f.cause) in self._known
-        ]
+        causes = (f.cause for f in mine if f.cause is not None and (kind, f.cause) in self._known)
+        abstained += (Abstained("", checked=True, cause=cause) for cause in causes)
         for x in abstained:
             key, checked = (kind, x.cause), x.checked or (not x.ranks and any(f.cause == x.cause for f in mine))
             if checked or x.undecided:
@@ -155,11 +152,11 @@ class Diagnosis:
     def _one_incident(self, now: dict[str, Finding]) -> dict[str, Finding]:
         """Drop what another finding explains, of this poll or reported before."""
         everything = [*now.values(), *self.open()]
-        return {
-            key: f
-            for key, f in now.items()
-            if not any(kinds.explains(other, f, key not in self.records) for other in everything)
-        }
+
+        def explained(key: str, f: Finding) -> bool:
+            return any(kinds.explains(other, f, key not in self.records) for other in everything)
+
+        return {key: f for key, f in now.items() if not explained(key, f)}
 
     def _take(self, s: Snapshot, key: str, f: Finding) -> Finding | None:
         """Add one evaluation that found `f` to its record; return it if readers should see it, or see it again."""

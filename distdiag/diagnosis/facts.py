@@ -31,9 +31,8 @@ class Facts:
     # no rank waits now, but none has made progress since some waited for a living rank: ranks are being killed
     no_progress_since_wait: bool = False
     repeated: tuple[Finding, ...] = ()  # findings about ranks that wait, repeated unchanged at this poll
-    interrupted_s: float | None = (
-        None  # the ranks have been asked to end since this poll: what keeps others waiting is that
-    )
+    # the ranks have been asked to end since this poll: what keeps others waiting is that
+    interrupted_s: float | None = None
     locks: tuple[LockCycle, ...] = ()  # cycles through file locks, the same as at the last poll
     reported: tuple[Finding, ...] = ()  # open findings of earlier polls
     pauses: Pauses = field(default_factory=Pauses)  # of all ranks so far

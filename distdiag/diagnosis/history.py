@@ -118,11 +118,8 @@ class History:
         if blocked and facts.ends:
             facts.waits_settled, facts.repeated = False, blocked  # already proved; the ends of its ranks add nothing
             return
-        mark = tuple(
-            (q, b.group, b.seq, b.nth, b.peer, b.entered_s, s.ranks[q].life)
-            for q in sorted(facts.graph.stuck)
-            if (b := s.ranks[q].blocked) is not None
-        )
+        stuck = ((q, s.ranks[q].life, s.ranks[q].blocked) for q in sorted(facts.graph.stuck))
+        mark = tuple((q, b.group, b.seq, b.nth, b.peer, b.entered_s, life) for q, life, b in stuck if b is not None)
         locks = lock_cycles(s, facts.graph)
         same_locks, self._lock_mark = bool(locks) and locks == self._lock_mark, locks
         if same_locks:

@@ -135,10 +135,8 @@ def _not_heard(s: Snapshot) -> str:
 
 def _late(s: Snapshot, graph: WaitGraph) -> list[tuple[list[int], float, RankState]]:
     """Return (ranks that wait, for how long, for whom) of each rank that others have waited for for long, the longest wait first."""
-    kept = [
-        (*found, s.ranks[q]) for q in graph.sinks if q in s.ranks and (found := kept_waiting(s, graph, q)) is not None
-    ]
-    return sorted((x for x in kept if x[1] > LONG_WAIT_S), key=lambda x: -x[1])
+    kept = ((kept_waiting(s, graph, q), s.ranks[q]) for q in graph.sinks if q in s.ranks)
+    return sorted(((*found, r) for found, r in kept if found and found[1] > LONG_WAIT_S), key=lambda x: -x[1])
 
 
 def _waited(s: Snapshot, graph: WaitGraph) -> str:

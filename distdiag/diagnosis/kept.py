@@ -129,12 +129,8 @@ def _root(node: ast.expr | None) -> ast.Name | None:
 def _conditions(tree: ast.Module, line: int) -> Iterator[tuple[ast.expr, bool, int]]:
     """Yield (test, what it must be, its line) for each `if` that decides whether a line runs."""
     for guard in guards(tree, line):
-        if (
-            guard.kind in (GuardKind.HOLDS, GuardKind.PASSED)
-            and isinstance(guard.node, ast.If)
-            and guard.test is not None
-        ):
-            yield guard.test, (guard.kind is GuardKind.HOLDS) == (guard.branch == "body"), guard.line
+        if guard.kind in (GuardKind.HOLDS, GuardKind.PASSED) and isinstance(guard.node, ast.If):
+            yield guard.node.test, (guard.kind is GuardKind.HOLDS) == (guard.branch == "body"), guard.line
 
 
 def _is_new(tree: ast.Module, node: ast.stmt | ast.expr, container: ast.expr) -> bool:

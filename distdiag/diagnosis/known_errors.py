@@ -60,12 +60,8 @@ NO_WANDB = "give that rank its key (export WANDB_API_KEY where the launcher star
 NO_KEY = "give that service's client its key or token on that rank (an environment variable that the launcher passes on to all nodes), or switch that service off for this job"
 NO_ACCESS = "the job has no access to it: log in there (HF_TOKEN, `huggingface-cli login`), accept the licence, or use a local copy"
 EXPIRED = "the credentials for that storage have expired, or are wrong or lack the right there: renew them before the job starts, or use a role that renews itself (instance profile, IRSA, workload identity) with a session longer than the job; then resume from the last whole checkpoint"
-OF_SERVICE = (
-    NO_WANDB,
-    NO_KEY,
-    NO_ACCESS,
-    EXPIRED,
-)  # of a client of a service: its settings are the cause, not the data or the code
+# of a client of a service: its settings are the cause, not the data or the code
+OF_SERVICE = (NO_WANDB, NO_KEY, NO_ACCESS, EXPIRED)
 INSTALL = "install it in the environment of all nodes"
 OTHER_VERSION = "what it reads was written by a process that has that module: install the same packages, in the same versions, on all nodes, and use the same code (`pip freeze` of each node, of the host that wrote it, too)"
 DAMAGED = "that file is cut off or damaged there: delete it and fetch it again (was the disk full?), and compare its size with another node's"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Model, RankState, Sample, Site, Snapshot
 from distdiag.terms.ranks import by_value
 
 SHARDED = 1 << 32  # bit of a learning rate's key
@@ -52,8 +52,18 @@ class Limits:
     """All gradients are averaged if the elements reduced per parameter are in this range. Fewer: some parameters belong to one
     rank by design (experts, personal layers), or are averaged now and then. More: activations of a split model are reduced."""
 
+    def is_data(self, call: Call) -> bool:
+        """True if a call may exchange tensors that are no metrics."""
+        return call.bytes is None or call.bytes > self.metrics_bytes
+
 
 limits = Limits()
+
+
+def exchange_tensors(s: Snapshot, *besides: str) -> bool:
+    """True if the script itself exchanges tensors that are no metrics, by other operations than these: gradients, activations."""
+    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, *besides))
+    return any(map(limits.is_data, calls))
 
 
 def sampled(s: Snapshot, kind: str) -> list[Sample]:
@@ -87,9 +97,8 @@ def differ(values: list[float], relative: float) -> bool:
     return (max(values) - min(values)) / scale > relative or any(v != v for v in values) != all(v != v for v in values)
 
 
-_BY_DDP: dict[
-    str, Callable[[Model, int], bool]
-] = {  # of a model and its rank's steps; with accumulation not in each backward
+# of a model and its rank's steps; with accumulation not in each backward
+_BY_DDP: dict[str, Callable[[Model, int], bool]] = {
     "each_step": lambda m, steps: m.synced_backwards >= limits.averaged * min(m.forwards, max(steps, 1)) > 0,
     "some_steps": lambda m, steps: 0 < m.synced_backwards < limits.averaged * min(m.forwards, steps),
     "never_synced": lambda m, steps: not m.synced_backwards and 2 * m.forwards > steps,

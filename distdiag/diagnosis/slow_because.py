@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from distdiag.diagnosis.call_cost import HISTORY, dearest
+from distdiag.diagnosis.call_cost import HISTORY, LARGER, dearest, uneven
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site, Snapshot
@@ -25,7 +25,6 @@ from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, site_text, wheres
 from distdiag.diagnosis.training_data import training_loaders
-from distdiag.diagnosis.uneven_exchange import LARGER, uneven
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import counted, percent, size_text
 
@@ -72,16 +71,11 @@ def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Findi
     Args:
         cost: Share of the time that the others lose to it.
     """
-    if len(found.culprits) != 1:
-        why = _exchange(Slow(found, s, pauses, cost))
-        return found if why is None else msgspec.structs.replace(found, message=found.message + why[0], advice=why[1])
-    known = ((cause, of_one(Slow(found, s, pauses, cost))) for cause, of_one, _ in EXPLANATIONS)
-    for cause, why in known:
-        if why is not None:
-            return msgspec.structs.replace(
-                found, cause=cause or found.cause, message=found.message + why[0], advice=why[1]
-            )
-    return found
+    one, several = Slow(found, s, pauses, cost), len(found.culprits) != 1
+    asked = (("", _exchange),) if several else ((cause, of_one) for cause, of_one, _ in EXPLANATIONS)
+    known = ((cause, why) for cause, of_one in asked if (why := of_one(one)) is not None)
+    cause, (added, advice) = next(known, ("", ("", found.advice)))
+    return msgspec.structs.replace(found, cause=cause or found.cause, message=found.message + added, advice=advice)
 
 
 def of_all_ranks(facts: Facts, known: Collection[str | None]) -> Iterator[Finding]:
@@ -183,16 +177,13 @@ def _few_cpus_of_all(facts: Facts) -> Iterator[Finding]:
 def of_thread(rank: int, s: Snapshot) -> Why | None:
     """Return the thread that takes the GIL or a core from the training; None if the others have such a one, too."""
     r, others = s.ranks[rank], [x for q, x in s.ranks.items() if q != rank]
-    usual, computed = (
-        statistics.median_low(of) for of in ([x.thread_share for x in others], [x.cpu_pct or 100.0 for x in others])
-    )
+    usual = statistics.median_low(x.thread_share for x in others)
+    computed = statistics.median_low(x.cpu_pct or 100.0 for x in others)
     if r.thread_share - usual < min(limits.thread, computed / 100):
         return None
     share, theirs = percent(r.thread_share), percent(usual)
-    return (
-        f"; its thread {r.thread!r} computes {share} of the time{at(r.thread_site)}, {theirs} on the others",
-        text.THREAD,
-    )
+    thread = f"its thread {r.thread!r} computes {share} of the time{at(r.thread_site)}, {theirs} on the others"
+    return f"; {thread}", text.THREAD
 
 
 def _more_data(one: Slow) -> Why | None:

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from distdiag.diagnosis import comparison
+from distdiag.diagnosis.call_cost import LARGER, Exchange, uneven
 from distdiag.diagnosis.comparison import Subset, Veto, leads
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot, lines_of
@@ -22,7 +23,6 @@ from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.training_data import stages
-from distdiag.diagnosis.uneven_exchange import LARGER, Exchange, uneven
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.activity import by_line, refined
 from distdiag.terms.units import percent
@@ -116,6 +116,17 @@ class Excess(NamedTuple):
     ratio: float  # of its phase to the others'
     queued_ms: float
     also_ms: float  # of forward or backward, if `phase` is the other of them
+
+
+def sleeps(r: RankState, window: Window, ms: float) -> bool:
+    """True if a rank neither computes nor lacks a CPU for most of so many milliseconds of a step, outside of collectives."""
+    waited_ms = statistics.median(x.wait_ms for x in window.steps[r.rank])
+    idle_ms = _idle_share(r) * window.step_ms(r.rank) - waited_ms
+    return r.cpu_pct is not None and idle_ms >= limits.concentrated * ms
+
+
+def _idle_share(r: RankState) -> float:
+    return 1.0 - (r.cpu_pct or 0.0) / 100 - (r.queued_share or 0.0)
 
 
 def _load_per_core(s: Snapshot, r: RankState) -> float:
@@ -260,8 +271,7 @@ class Case:
     def _slept_ms(self, r: RankState) -> float:
         """Return milliseconds per step in which a rank neither computes nor lacks a CPU, outside of collectives; below 0 by error."""
         steps = self.window.steps[r.rank]
-        share = 1.0 - (r.cpu_pct or 0.0) / 100 - (r.queued_share or 0.0)
-        return share * statistics.fmean(x.step_ms for x in steps) - statistics.fmean(x.wait_ms for x in steps)
+        return _idle_share(r) * statistics.fmean(x.step_ms for x in steps) - statistics.fmean(x.wait_ms for x in steps)
 
     @property
     def unseen(self) -> bool:
@@ -292,17 +302,8 @@ class Case:
         line = line_at(next(iter(self.stack), None), self.source)
         if refined("socket", line) == "queue":
             return "queue"
-        return "lock" if by_line(line, idle=True) == "lock" else "idle" if self._idle else ""
-
-    @property
-    def _idle(self) -> bool:
-        """True if the slowest rank mostly waits, and computes little."""
-        r = self.snapshot.ranks[self.most.rank]
-        share = 1.0 - (r.cpu_pct or 0.0) / 100 - (r.queued_share or 0.0)
-        waited_ms = statistics.median(x.wait_ms for x in self.window.steps[r.rank])
-        return (
-            r.cpu_pct is not None and share * self.slow.step_ms - waited_ms >= limits.concentrated * self.most.phase_ms
-        )
+        idle = sleeps(self.snapshot.ranks[self.most.rank], self.window, self.most.phase_ms)
+        return "lock" if by_line(line, idle=True) == "lock" else "idle" if idle else ""
 
     @property
     def phase(self) -> str:
@@ -413,13 +414,8 @@ class Case:
     def _rooted(self) -> tuple[str, list[float]]:
         """(the operation in which the slowest rank hands data out, ms that others waited for it in each); a flag or a metric is no data."""
         rank = self.slow.ranks[0]
-        rooted = {
-            (call.group, call.seq): op_name(call.op)
-            for call in self.snapshot.ranks[rank].calls
-            if call.root == rank
-            and op_name(call.op) in HANDING_OUT
-            and (call.bytes is None or call.bytes > averaged.metrics_bytes)
-        }
+        own = (call for call in self.snapshot.ranks[rank].calls if call.root == rank and averaged.is_data(call))
+        rooted = {(call.group, call.seq): op for call in own if (op := op_name(call.op)) in HANDING_OUT}
         late = [a for a in self.snapshot.arrivals if a.late_rank == rank]
         waited_ms = {a.seq: a.waited_ms for a in late if (a.group, a.seq) in rooted}
         return next(iter(rooted.values()), ""), list(waited_ms.values())

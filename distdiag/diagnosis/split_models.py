@@ -18,6 +18,7 @@ from distdiag.diagnosis.replicas import (
     comparable,
     differ,
     each_text,
+    exchange_tensors,
     limits,
     sampled,
     samples_of,
@@ -69,11 +70,8 @@ def layers(s: Snapshot) -> Iterator[Finding]:
     for name in dict.fromkeys(x.name for x in sampled(s, "layers")):
         of = by_step({q: {x.step: x for x in samples_of(r, "layers") if x.name == name} for q, r in s.ranks.items()})
         apart = [differ([x.value for x in at.values()], limits.relative) for at in of.values()]
-        if (
-            0 not in of
-            or len(apart) <= limits.samples
-            or any(len({x.key & (SPARSE - 1) for x in at.values()}) > 1 for at in of.values())
-        ):
+        other = any(len({x.key & (SPARSE - 1) for x in at.values()}) > 1 for at in of.values())
+        if 0 not in of or len(apart) <= limits.samples or other:
             return
         trained = len({at[min(at)].value for at in of.values()}) > 1
         # to the last bit: what drifts slowly does not stay equal
@@ -105,13 +103,11 @@ def layers(s: Snapshot) -> Iterator[Finding]:
 
 def _exactly_reduced(s: Snapshot, elements: int) -> bool:
     """True if the ranks have reduced so many elements, not none, over all of them in each sampled step, and exchange nothing else."""
-    least, most = limits.reduced
+    least, most = (share * elements for share in limits.reduced)
     reduced = [{x.key for x in samples_of(r, "reduced")} for r in s.ranks.values()]
-    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, "all_reduce"))
-    more = any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
-    if not elements or more or any(r.p2p_issued or r.models for r in s.ranks.values()):
-        return False
-    return all(of and all(least * elements <= n <= most * elements for n in of) for of in reduced)
+    more = exchange_tensors(s, "all_reduce") or any(r.p2p_issued or r.models for r in s.ranks.values())
+    fits = all(of and all(least <= n <= most for n in of) for of in reduced)
+    return bool(elements) and not more and fits
 
 
 def _peers(s: Snapshot, drift: list[str]) -> list[tuple[int, ...]]:
@@ -120,23 +116,17 @@ def _peers(s: Snapshot, drift: list[str]) -> list[tuple[int, ...]]:
     Nothing if a rank has no peer, its shards are FSDP's, or all classes of `drift` begin with one constant, which says nothing.
     """
     layers = {q: tuple((x.name, x.step, x.value) for x in samples_of(r, "layers")) for q, r in s.ranks.items()}
-    sets = list(by_value(layers).values())
+    sets = [tuple(x) for x in by_value(layers).values()]
+    sizes = {len(x) for x in sets}
     varied = any(x.name in drift and not x.key >> 32 & 1 for x in sampled(s, "layers"))
     sharded = any(x.key & SHARDED for x in sampled(s, "learning_rate"))
-    return (
-        [tuple(x) for x in sets]
-        if len({len(x) for x in sets} - {1}) == 1 and all(len(x) > 1 for x in sets) and varied and not sharded
-        else []
-    )
+    return sets if len(sizes) == 1 < min(sizes) and varied and not sharded else []
 
 
 def _across(s: Snapshot, sets: list[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the first group with a rank of each set that reduces tensors in each step, if every rank is in one; no stages of a pipeline."""
-    crossing = {
-        name: g.ranks
-        for name, g in s.groups.items()
-        if len(g.ranks) < s.world_size and all({*g.ranks} & {*x} for x in sets)
-    }
+    part = {name: g.ranks for name, g in s.groups.items() if len(g.ranks) < s.world_size}
+    crossing = {name: ranks for name, ranks in part.items() if all({*ranks} & {*x} for x in sets)}
     found = {
         q: c.group
         for q, r in s.ranks.items() for c in r.calls
@@ -173,18 +163,12 @@ def _zero(s: Snapshot, steps: list[int]) -> bool:
     newest = [[*sums[k].values()] for k in steps[-limits.modes :] if k in sums]
     same = [comparable([x.key for x in of]) and not differ([x.value for x in of], limits.relative) for of in newest]
     whole = all(s.whole(m.group) for r in s.ranks.values() for m in r.models)
-    return (
-        len(same) == limits.modes
-        and all(same)
-        and whole
-        and averaged_by_ddp(s) == "each_step"
-        and all(map(_sends, s.ranks.values()))
-    )
+    equal = len(same) == limits.modes and all(same)
+    return equal and whole and averaged_by_ddp(s) == "each_step" and all(map(_sends, s.ranks.values()))
 
 
 def _sends(r: RankState) -> bool:
     """True if a rank has sent tensors to the others, or got theirs, since its oldest step that is known."""
-    calls = (c for c in r.calls if c.op.startswith(("broadcast", "all_gather", "allgather")))
-    return any(
-        (c.bytes or 0) > limits.metrics_bytes and (c.entered_s or 0.0) >= r.steps[0].end_s for c in calls if r.steps
-    )
+    since_s = r.steps[0].end_s if r.steps else math.inf
+    large = (c for c in r.calls if (c.bytes or 0) > limits.metrics_bytes and (c.entered_s or 0.0) >= since_s)
+    return any(c.op.startswith(("broadcast", "all_gather", "allgather")) for c in large)

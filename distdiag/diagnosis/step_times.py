@@ -67,9 +67,8 @@ class Window:
 
     def without(self, indices: Collection[int]) -> Window:
         """Return the same without the steps at these positions."""
-        return Window(
-            {q: [x for i, x in enumerate(of) if i not in indices] for q, of in self.steps.items()}, self.inferred
-        )
+        steps = {q: [x for i, x in enumerate(of) if i not in indices] for q, of in self.steps.items()}
+        return Window(steps, self.inferred)
 
     def parts(self, phase: str) -> list[tuple[float, ...]]:
         """Return `part_ms` of every step, by rank."""

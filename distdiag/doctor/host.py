@@ -66,9 +66,8 @@ def memory(limits: list[cgroups.MemoryLimit] | None = None) -> Check:
             available = left
             found += f"; cgroup limit {size_text(x.limit_bytes)}, {size_text(left)} left"
     if available < 2 * GIB:
-        return warned(
-            "memory", found, "free some, or raise the container's limit: each rank with torch takes 0.3–1 GiB"
-        )
+        remedy = "free some, or raise the container's limit: each rank with torch takes 0.3–1 GiB"
+        return warned("memory", found, remedy)
     return passed("memory", found)
 
 
@@ -102,11 +101,8 @@ def open_files() -> Check:
         if hard == resource.RLIM_INFINITY or hard >= FEW_FILES
         else "raise it in /etc/security/limits.conf or with docker run --ulimit nofile=65536"
     )
-    return warned(
-        "open files",
-        f"ulimit -n {soft} (hard limit {_limit(hard)})",
-        f"{how}: 'too many open files' with DataLoader workers",
-    )
+    remedy = f"{how}: 'too many open files' with DataLoader workers"
+    return warned("open files", f"ulimit -n {soft} (hard limit {_limit(hard)})", remedy)
 
 
 def locked_memory(devices: Path = Path("/sys/class/infiniband")) -> Check:
@@ -148,9 +144,8 @@ def run_directory(root: Path) -> Check:
         tempfile.TemporaryFile(dir=existing).close()
         free = shutil.disk_usage(existing).free
     except OSError as e:
-        return failed(
-            "run directory", f"{root}: cannot be written ({e.strerror})", "set DISTDIAG_RUN_DIR, or use --run-dir"
-        )
+        why = f"{root}: cannot be written ({e.strerror})"
+        return failed("run directory", why, "set DISTDIAG_RUN_DIR, or use --run-dir")
     kind = location.filesystem_type(existing)
     found = f"{root} on {kind or 'an unknown file system'}, {size_text(free)} free"
     if free < RUN_BYTES // 10:
@@ -213,9 +208,8 @@ def metrics(env: Mapping[str, str]) -> Check:
         try:
             socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
         except OSError as e:
-            return warned(
-                name, f"{host}:{port} cannot be served: {e.strerror}", f"another port: {VARIABLE}=0.0.0.0:9465"
-            )
+            why = f"{host}:{port} cannot be served: {e.strerror}"
+            return warned(name, why, f"another port: {VARIABLE}=0.0.0.0:9465")
         found.append(f"/metrics on {host}:{port}")
     if targets.otlp:
         where = env.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT") or env.get("OTEL_EXPORTER_OTLP_ENDPOINT")

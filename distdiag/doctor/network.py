@@ -32,11 +32,8 @@ def host_name() -> Check:
             f"add '127.0.0.1 {name}' (one node) or its real address (several) to /etc/hosts: every start waits for this",
         )
     if not addresses:
-        return warned(
-            "host name",
-            f"{name} does not resolve",
-            f"add it to /etc/hosts, or export GLOO_SOCKET_IFNAME={candidate() or 'lo'}",
-        )
+        remedy = f"add it to /etc/hosts, or export GLOO_SOCKET_IFNAME={candidate() or 'lo'}"
+        return warned("host name", f"{name} does not resolve", remedy)
     found = f"{name} is {', '.join(addresses[:3])}"
     if took_s > SLOW_RESOLVE_S:
         return warned("host name", f"{found}, after {took_s:.1f} s", f"add it to /etc/hosts: {addresses[0]} {name}")
@@ -97,11 +94,8 @@ def interfaces(env: Mapping[str, str], up: Mapping[str, str] | None = None) -> C
         exact = variable != "NCCL_SOCKET_IFNAME" or value.startswith("=")
         missing = [n for n in names if not (n in known if exact else any(k.startswith(n) for k in known))]
         if missing and not value.startswith("^"):
-            return failed(
-                "interfaces",
-                f"{variable}={value}: no interface {', '.join(missing)} is up ({found})",
-                f"export {variable}={next(iter(up), 'lo')}",
-            )
+            why = f"{variable}={value}: no interface {', '.join(missing)} is up ({found})"
+            return failed("interfaces", why, f"export {variable}={next(iter(up), 'lo')}")
         found += f"; {variable}={value}"
     if not env.get("GLOO_SOCKET_IFNAME") and not env.get("NCCL_SOCKET_IFNAME"):
         real = [n for n in up if not is_virtual(n)]
@@ -125,9 +119,8 @@ def reach(host: str, port: int) -> Check:
         with socket.create_connection((found[0], port), CONNECT_TIMEOUT_S) as s:
             ours = s.getsockname()[0]
     except TimeoutError:
-        return failed(
-            name, f"{found[0]} does not answer", "open the port between the nodes (a firewall, or another network)"
-        )
+        remedy = "open the port between the nodes (a firewall, or another network)"
+        return failed(name, f"{found[0]} does not answer", remedy)
     except OSError as e:
         return failed(
             name,
@@ -135,9 +128,8 @@ def reach(host: str, port: int) -> Check:
             "start the job on the head node first, and compare --master-port: nothing listens there",
         )
     if ipaddress.ip_address(found[0]).is_loopback:
-        return warned(
-            name, f"connected, but {host} is {found[0]}, this host itself", "give the head node's real address"
-        )
+        why = f"connected, but {host} is {found[0]}, this host itself"
+        return warned(name, why, "give the head node's real address")
     return passed(name, f"connected to {found[0]} from {ours}")
 
 

@@ -86,11 +86,8 @@ def torch(facts: TorchFacts) -> list[Check]:
 
 def _rendezvous(r: Rendezvous) -> Check:
     if r.error is not None or r.init_ms is None or r.all_reduce_us is None:
-        return failed(
-            "rendezvous",
-            f"two local gloo ranks could not connect: {r.error}",
-            "see 'host name' and 'interfaces'; GLOO_SOCKET_IFNAME=lo is enough on one node",
-        )
+        remedy = "see 'host name' and 'interfaces'; GLOO_SOCKET_IFNAME=lo is enough on one node"
+        return failed("rendezvous", f"two local gloo ranks could not connect: {r.error}", remedy)
     found = f"two local gloo ranks connected in {r.init_ms:.0f} ms; all_reduce of 4 B {r.all_reduce_us:.0f} µs (median)"
     if r.init_ms > SLOW_INIT_MS:
         return warned("rendezvous", found, "slow name resolution? see 'host name'")
@@ -127,19 +124,13 @@ def _as_torch_sees_them(facts: TorchFacts, driver: str, found: Sequence[measure.
     if not facts.cuda:
         return failed("GPU", f"{text}: this torch is a CPU build", "install a CUDA build of torch")
     if facts.gpu_error or not facts.gpus:
-        return failed(
-            "GPU",
-            f"{text}: {facts.gpu_error or 'CUDA is not available'}",
-            f"a driver for CUDA {facts.cuda} or newer; see `nvidia-smi` and CUDA_VISIBLE_DEVICES",
-        )
+        remedy = f"a driver for CUDA {facts.cuda} or newer; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        return failed("GPU", f"{text}: {facts.gpu_error or 'CUDA is not available'}", remedy)
     if len(facts.gpus) < len(found):
         return warned("GPU", text, "CUDA_VISIBLE_DEVICES or MIG hides some")
     if "nccl" not in facts.backends:
-        return warned(
-            "GPU",
-            f"{text}; no NCCL in this torch",
-            "gloo moves CUDA tensors through the host: install a build with NCCL",
-        )
+        remedy = "gloo moves CUDA tensors through the host: install a build with NCCL"
+        return warned("GPU", f"{text}; no NCCL in this torch", remedy)
     return passed("GPU", text)
 
 

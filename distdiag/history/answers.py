@@ -34,7 +34,7 @@ GROUP BY host, kind ORDER BY k / any_value(n) DESC, k DESC, host, kind LIMIT ?
 # n: the runs of jobs of that name.
 _LINES = """
 WITH of_name AS (SELECT name, count(*) AS n FROM runs GROUP BY name)
-SELECT file, line, any_value(function), kind, name, count(DISTINCT run) AS k, any_value(n), list(DISTINCT run ORDER BY run)[:5]
+SELECT file, line, any_value(function), name, kind, count(DISTINCT run) AS k, any_value(n), list(DISTINCT run ORDER BY run)[:5]
 FROM findings JOIN of_name USING (name) WHERE file IS NOT NULL AND severity IN ('warning', 'error')
 GROUP BY file, line, kind, name ORDER BY k DESC, k / any_value(n) DESC, file, line, kind LIMIT ?
 """
@@ -46,6 +46,9 @@ SELECT 'bus bandwidth of ' || probe, 'bytes/s', coalesce(host, '?'), started_uni
 FROM probes WHERE bus_bandwidth_bytes_per_s > 0 AND started_unix_s IS NOT NULL
 ORDER BY what, whose, began
 """
+
+
+Series = dict[tuple[str, str, str], list[tuple[float, float]]]
 
 
 class Named(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,15 +121,14 @@ def answers(history: History, skipped: tuple[Broken, ...] = ()) -> Answers:
     (rows,), *_ = history.ask("SELECT count(*) FROM history")
     (known,), *_ = history.ask("SELECT count(DISTINCT host) FROM ranks")
     states = history.ask("SELECT state, count(*) FROM runs GROUP BY state ORDER BY 2 DESC, 1")
-    hosts = tuple(
-        HostAnswer(host=host, kind=kind, **_counted(k, n, examples))
-        for host, kind, k, n, examples in history.ask(_HOSTS, [SHOWN])
-    )
+    hosts = tuple(HostAnswer(host=host, **_counted(*counts)) for host, *counts in history.ask(_HOSTS, [SHOWN]))
     lines = tuple(
-        LineAnswer(file=file, line=line, function=function, kind=kind, name=name, **_counted(k, n, examples))
-        for file, line, function, kind, name, k, n, examples in history.ask(_LINES, [SHOWN])
+        LineAnswer(file=file, line=line, function=function, name=name, **_counted(*counts))
+        for file, line, function, name, *counts in history.ask(_LINES, [SHOWN])
     )
-    series = _series(history)
+    series: Series = {}
+    for what, unit, of, at, value in history.ask(_SERIES):
+        series.setdefault((what, unit, of), []).append((at, value))
     return Answers(
         runs=count, rows=rows, first_unix_s=first, last_unix_s=last, states=dict(states), known_hosts=known,
         hosts=hosts, lines=lines,
@@ -134,20 +136,11 @@ def answers(history: History, skipped: tuple[Broken, ...] = ()) -> Answers:
     )  # fmt: skip
 
 
-def _counted(count: int, n: int, examples: Iterable[str]) -> dict[str, Any]:
+def _counted(kind: str, count: int, n: int, examples: Iterable[str]) -> dict[str, Any]:
+    """Return the fields of `Named`."""
     found = interval_of_share(count, n)
-    ci95 = found.low, found.high
-    return {"count": count, "runs": n, "share": count / n, "ci95": ci95, "examples": tuple(examples)}
-
-
-Series = dict[tuple[str, str, str], list[tuple[float, float]]]
-
-
-def _series(history: History) -> Series:
-    found: Series = {}
-    for what, unit, of, at, value in history.ask(_SERIES):
-        found.setdefault((what, unit, of), []).append((at, value))
-    return found
+    counts = {"count": count, "runs": n, "share": count / n, "ci95": (found.low, found.high)}
+    return {"kind": kind, "examples": tuple(examples), **counts}
 
 
 def _changes(series: Series) -> list[ChangeAnswer]:
@@ -204,13 +197,10 @@ def _change(c: ChangeAnswer) -> str:
     change, low, high = (100 * (ratio - 1) for ratio in (c.after / c.before, *c.ratio_ci95))
     ratio = f"{change:+.0f} %, 95 % interval {low:+.0f} to {high:+.0f} %"
     word = "fell" if c.after < c.before else "rose"
-    before, after = (_figure(v, c.unit) for v in (c.before, c.after))
+    scale, unit = (1e9, "GB/s") if c.unit == "bytes/s" else (1, c.unit)
+    before, after = (f"{v / scale:.{2 if scale > 1 else 1}f} {unit}" for v in (c.before, c.after))
     runs = f"{c.runs - c.runs_after} runs before, {c.runs_after} since"
     return f"  {c.what} ({c.of}) {word} on {_day(c.since_unix_s)}: {before} to {after} ({ratio}; {runs})"
-
-
-def _figure(value: float, unit: str) -> str:
-    return f"{value / 1e9:.2f} GB/s" if unit == "bytes/s" else f"{value:.1f} {unit}"
 
 
 def _day(unix_s: float) -> str:

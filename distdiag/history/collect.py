@@ -107,13 +107,8 @@ def rows_of(run: Run) -> list[HistoryRow]:
     rows += [HistoryRow(**about, rank=rank, **one) for rank, several in found.items() for one in several]
     for p in run.probes():
         hosts, rate = hosts_and_bandwidth(p.json)
-        measured = {
-            "probe": _text(p.name),
-            "verdict": _text(p.verdict),
-            "at_s": p.t_s,
-            "bus_bandwidth_bytes_per_s": rate,
-        }
-        rows.append(HistoryRow(**about | {"host": _text(",".join(hosts)) or None}, **measured))
+        where = {"host": _text(",".join(hosts)) or None, "at_s": p.t_s, "bus_bandwidth_bytes_per_s": rate}
+        rows.append(HistoryRow(**about | where, probe=_text(p.name), verdict=_text(p.verdict)))
     return rows or [HistoryRow(**about)]
 
 

@@ -66,14 +66,13 @@ class History:
             file.writelines(encode(row) + b"\n" for row in rows)
             file.flush()
             columns = ", ".join(f"{n}: '{t}'" for n, t in COLUMNS.items())
+            rows_of_file = f"read_json(?, format='newline_delimited', columns={{{columns}}})"
             try:
-                self._con.execute(
-                    f"INSERT INTO history SELECT * FROM read_json(?, format='newline_delimited', columns={{{columns}}})",
-                    [file.name],
-                )
+                self._con.execute(f"INSERT INTO history SELECT * FROM {rows_of_file}", [file.name])
             except duckdb.Error as e:
-                text = f"the rows of these runs cannot be loaded: {_first_line(e)}"
-                raise DistdiagError(visible(text), "give fewer directories at a time") from None
+                raise _failed(
+                    "the rows of these runs cannot be loaded", e, "give fewer directories at a time"
+                ) from None
 
     def add_parquet(self, path: Path) -> None:
         """Insert the rows of a file that `write_parquet` made.
@@ -84,14 +83,11 @@ class History:
         if path.exists() and not path.is_file():  # it would wait for a pipe
             raise DistdiagError(f"{path} is not a file", "`distdiag history DIR --parquet FILE` writes one")
         named = ", ".join(f"CAST({n} AS {t})" for n, t in COLUMNS.items())
+        file = _quoted(glob.escape(str(path.absolute())))
         try:
-            self._con.execute(
-                f"INSERT INTO history SELECT {named} FROM read_parquet([{_quoted(glob.escape(str(path.absolute())))}])"
-            )
+            self._con.execute(f"INSERT INTO history SELECT {named} FROM read_parquet([{file}])")
         except duckdb.Error as e:
-            raise DistdiagError(
-                visible(f"{path} is no history: {_first_line(e)}"), "`distdiag history DIR --parquet FILE` writes one"
-            ) from None
+            raise _failed(f"{path} is no history", e, "`distdiag history DIR --parquet FILE` writes one") from None
 
     def write_parquet(self, path: Path) -> None:
         """Write the table; the file appears when it is whole."""
@@ -101,7 +97,7 @@ class History:
             os.replace(part, path)
         except (duckdb.Error, OSError) as e:
             part.unlink(missing_ok=True)
-            raise DistdiagError(visible(f"{path} cannot be written: {_first_line(e)}"), "give another file") from None
+            raise _failed(f"{path} cannot be written", e, "give another file") from None
 
     def lock(self) -> None:
         """Make the views, and close the database: no file, no network, no extension, no setting can be reached from now on."""
@@ -139,13 +135,10 @@ class History:
             return [d[0] for d in found.description or ()], found.fetchmany(most)
         except duckdb.Error as e:
             if late.is_set():
-                raise DistdiagError(
-                    f"--sql takes longer than {limit_s:g} s", "ask for less", ExitCode.TIMEOUT, "timeout"
-                ) from None
-            raise DistdiagError(
-                visible(f"--sql: {_first_line(e)}"),
-                f"tables: history, {', '.join(VIEWS)}; `DESCRIBE history` has the columns",
-            ) from None
+                text = f"--sql takes longer than {limit_s:g} s"
+                raise DistdiagError(text, "ask for less", ExitCode.TIMEOUT, "timeout") from None
+            hint = f"tables: history, {', '.join(VIEWS)}; `DESCRIBE history` has the columns"
+            raise _failed("--sql", e, hint) from None
         finally:
             timer.cancel()
 
@@ -168,11 +161,9 @@ def fetch_runs(url: str, folder: Path) -> tuple[list[Path], list[tuple[Path, str
         try:
             con.execute(_secret())
             pattern = f"{url.rstrip('/')}/**/{rundir.DATABASE}"
-            found = con.execute(
-                "SELECT filename, size FROM read_blob(?) ORDER BY filename LIMIT ?", [pattern, MOST_FETCHED]
-            ).fetchall()
+            files = "SELECT filename, size FROM read_blob(?) ORDER BY filename LIMIT ?"
             runs, broken = [], []
-            for name, size in found:
+            for name, size in con.execute(files, [pattern, MOST_FETCHED]).fetchall():
                 key = Path(*[p for p in urlsplit(name).path.split("/") if p not in ("", ".", "..")])
                 if size > MOST_DATABASE_BYTES:
                     broken.append((Path(name), f"larger than {MOST_DATABASE_BYTES >> 30} GiB"))
@@ -184,10 +175,8 @@ def fetch_runs(url: str, folder: Path) -> tuple[list[Path], list[tuple[Path, str
                 runs.append(target.parent)
             return runs, broken
         except duckdb.Error as e:
-            raise DistdiagError(
-                visible(f"{url} cannot be read: {_first_line(e)}"),
-                "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL are used",
-            ) from None
+            hint = "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL are used"
+            raise _failed(f"{url} cannot be read", e, hint) from None
 
 
 def _secret() -> str:
@@ -208,5 +197,7 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def _failed(what: str, error: Exception, hint: str) -> DistdiagError:
+    """Return what failed, with the first line of why."""
+    line = str(error).partition("\n")[0]
+    return DistdiagError(visible(f"{what}: {line}"), hint)

@@ -25,7 +25,6 @@ _WIDTH = WIDTH - len(_MARK)
 
 
 def _marked(lines: Sequence[str]) -> str:
-    """Return lines, each behind the mark, as text."""
     return "".join(f"{_MARK}{line}".rstrip() + "\n" for line in lines)
 
 
@@ -77,13 +76,8 @@ class Announcer:
     def summary(self, diagnosis: Diagnosis, own: Sequence[Finding] = (), node: int = 0) -> None:
         """Print how the job ended, the newest error in full, the other findings in brief, and the command for the rest.
 
-        The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them. What a crash has
-        just printed in full is one line here.
-        Nodes other than the first judge only their own ranks and name the directory of the verdict on all
-        ranks.
-
-        Args:
-            own: Findings about distdiag itself.
+        The same lines go into `verdict.txt`; the launcher prints them again if its traceback came after them. What a crash
+        has just printed in full is one line here. Nodes other than the first name the directory of the whole verdict.
         """
         every = [f for f in (*diagnosis.findings, *own) if at_least(f.severity, Severity.WARNING)]
         every.sort(key=lambda f: (f.severity != Severity.ERROR, -(f.detected_s or 0.0)))  # as `diagnose` shows them

@@ -20,10 +20,11 @@ from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.history import SAME_S
 from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
-from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import reference, shortened
 from distdiag.errors import described
 from distdiag.monitor import deaths
+from distdiag.monitor.fields import shared
 from distdiag.monitor.ranks.state import RankView
 from distdiag.monitor.snapshot import of_pages
 from distdiag.page import directories
@@ -196,7 +197,6 @@ def _proof_times(views: dict[int, RankView], s: Snapshot) -> tuple[float, ...]:
 
 
 def _judged(s: Snapshot, base: Report, times: Sequence[float]) -> Diagnosis:
-    """Return the diagnosis of the last moment, which continues that of the monitor."""
     diagnosis = Diagnosis(source=source_files.text)
     for f in base.findings:
         if f.cleared_s is None:
@@ -246,12 +246,8 @@ def _last_seen(r: RankState, v: RankView, seen_s: float) -> LastSeen:
     counted = r.enqueued.get(last.group, 0) if last is not None and r.blocked is None else 0
     if last is not None and counted > (last.seq or counted):
         known = CollectiveRef("", last.group, counted)  # made in C++, as DDP's: no call, but the group counts it
-    site: Site | None = r.current_site
     return LastSeen(
-        rank=r.rank, t_s=seen_s,
-        file=site.file if site else None, line=site.line if site else None, function=site.function if site else None,
-        state=_doing(r),
-        collective=known,
+        rank=r.rank, t_s=seen_s, **shared(LastSeen, r.current_site), state=_doing(r), collective=known,
         waits=r.blocked is not None, since_s=last.entered_s if last is not None else None,
     )  # fmt: skip
 

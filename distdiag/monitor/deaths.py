@@ -41,7 +41,6 @@ def oom_kills(meta: Mapping[str, str | None]) -> int | None:
 
 
 def killed_text(kills: int) -> str:
-    """Return that the kernel has killed so many processes of the job for memory."""
     return f"the kernel's out-of-memory killer ended {counted(kills, 'process', 'processes')} of the job's cgroup"
 
 
@@ -59,8 +58,7 @@ def killer(meta: Mapping[str, str | None]) -> Iterator[str]:
 def who_grew(run: Run, ended_s: float | None = None) -> list[str]:
     """Return whose memory grew in the last minute that was sampled, in a sentence; nothing without two samples.
 
-    Args:
-        ended_s: When the ranks were last heard of: what grew after the last sample is not known.
+    What grew after the last sample, until the ranks were last heard of (`ended_s`), is not known.
     """
     rows = run.query(
         "SELECT rank, t_s, rss_bytes FROM process WHERE rss_bytes IS NOT NULL"

@@ -44,5 +44,4 @@ class HangLimit:
 
 
 def end(views: Iterable[RankView]) -> list[int]:
-    """End the ranks; return those that this call ended."""
     return signals.end({v.rank: (v.header.pid, v.reader.path) for v in views if v.ending is None})

@@ -318,7 +318,6 @@ class Monitor:
         return changed
 
     def snapshot(self, now_s: float) -> Snapshot:
-        """Return the state of this node's ranks as the diagnosis gets it."""
         made = make_snapshot(now_s, self.views, self._idle, self.gatherer, self.recording.collectives, self.sampling)
         ends_ns = [v.ending.t_mono_ns for v in self.views.values() if v.ending is not None]
         stopped = launcher.stopped_by(self.run_dir) if ends_ns or self.diagnosis.open(Severity.WARNING) else None

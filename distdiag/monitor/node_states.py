@@ -35,19 +35,13 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 class History(msgspec.Struct, frozen=True, array_like=True):
-    """The newest items of one history, oldest first.
+    """The newest items of one history, oldest first."""
 
-    Attributes:
-        first: How many items came before.
-        new_in: Of each item the number of the state in which it, or one before it, was new or changed; 32 bits, little-endian.
-        begins: Where the item begins in `items`, in the same way, without the oldest items that node 0 knows.
-        items: Those items, encoded, one after the other.
-    """
-
-    first: int
+    first: int  # how many items came before
+    # of each item the number of the state in which it, or one before it, was new or changed; 32 bits, little-endian
     new_in: bytes
-    begins: bytes
-    items: bytes
+    begins: bytes  # where the item begins in `items`, in the same way, without the oldest items that node 0 knows
+    items: bytes  # those items, encoded, one after the other
 
 
 class NodeState(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,11 +94,7 @@ class Sender:
     def parts(
         self, number: int, ranks: dict[int, RankState], groups: dict[str, Group], windows: Windows, known: int = 0
     ) -> dict[str, Any]:
-        """Return `number`, `sender`, `ranks`, `histories`, `windows` and `groups` of a `NodeState`.
-
-        Args:
-            known: Number of the newest state that node 0 has read; 0: none.
-        """
+        """Return fields of a `NodeState`, without what was in the newest state that node 0 has read (`known`; 0: none)."""
         without = dict.fromkeys(HISTORIES, ())
         return {
             "number": number,

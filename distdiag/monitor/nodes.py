@@ -51,11 +51,7 @@ RETURN_S = 5.0  # nothing is judged for so long, after another monitor of node 0
 
 
 class StateFiles:
-    """The states in `RUN/nodes`, one file of each node that sees it.
-
-    Args:
-        own: Number of this node, whose file is not read; None for a reader.
-    """
+    """The states in `RUN/nodes`, one file of each node that sees it; `own`, this node's, is not read."""
 
     def __init__(self, run_dir: Path, own: int | None = None) -> None:
         self.run_dir, self.own = run_dir, own
@@ -69,7 +65,6 @@ class StateFiles:
             self.failed = f"the state of node {self.own} could not be written to {self.run_dir}/nodes: {e.strerror}"
 
     def new(self) -> Iterator[NodeState]:
-        """Read the files that have changed."""
         try:
             with files.entered(self.run_dir, "nodes") as directory, os.scandir(directory) as entries:
                 for e in entries:
@@ -100,8 +95,6 @@ class Nodes:
 
     Args:
         run_dir: This node's run directory: RUN, or RUN/node_k.
-        node: Number of this node.
-        pages: Page directory of this node.
         port: Of node 0, for nodes that do not see its run directory; 0: any.
     """
 
@@ -129,7 +122,6 @@ class Nodes:
 
     @property
     def failed(self) -> str | None:
-        """Why the exchange does not work."""
         return self._failed or self.files.failed or self.transport.failed
 
     def connect(self) -> None:
@@ -151,15 +143,10 @@ class Nodes:
         return ((k, *fault) for k, x in sorted(self._seen.items()) for fault in x.faults)
 
     def several(self, s: Snapshot) -> bool:
-        """True if the job has ranks on other nodes."""
         return s.expected is not None and s.expected < s.world_size
 
     def publish(self, s: Snapshot, started_unix_s: float, closed: bool = False, start_ns: int = 0) -> None:
-        """Give this node's state to node 0, if it is due.
-
-        Args:
-            started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
-        """
+        """Give this node's state to node 0, if it is due; `started_unix_s` and `start_ns` are when this node's run began."""
         waiting, client = _waits(s.ranks, s.t_s), self.transport.client
         usual_s = FILE_PERIOD_S if client is None else PERIOD_S
         ended = any(r.life not in (Life.RUNNING, Life.STARTING) for r in s.ranks.values())
@@ -186,9 +173,6 @@ class Nodes:
 
         A proof needs two polls without progress, and two polls of the same files would count as such: so a snapshot is partial unless
         every node has given a new state since the last that was not. While no rank waits, its steps can be judged.
-
-        Args:
-            started_unix_s, start_ns: When this node's run began, by the wall clock and the monotonic one.
         """
         for state, age_s in chain(self._left(), self._sent(started_unix_s, start_ns)):
             self._take(s, state, state.started_unix_s - started_unix_s, age_s)

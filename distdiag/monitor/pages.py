@@ -18,12 +18,7 @@ DISCOVER_S = 1.0  # between two listings of the directories, once all ranks of t
 
 
 class Pages:
-    """Views of the rank pages in one node's directories.
-
-    Args:
-        directory: Where the node's pages are.
-        overflow: Second directory, for pages that did not fit into the first.
-    """
+    """Views of the rank pages in one node's directory, and in that of the pages which did not fit into it."""
 
     def __init__(self, directory: Path, overflow: Path | None = None) -> None:
         self.directories = [directory]
@@ -87,7 +82,6 @@ class Pages:
         return any(procfs.start_ticks(h.pid) == h.process_start_ticks for h in self._unjudged)
 
     def close(self) -> None:
-        """Remove the directories, unless a rank still uses them."""
         for fd in self._held.values():
             os.close(fd)
         self._held.clear()

@@ -27,7 +27,6 @@ class Priority:
         self._autogroup = ORDINARY
 
     def run(self, poll: Callable[[], bool], low: bool) -> bool:
-        """Run one poll and return its result."""
         if self._always_ordinary:
             return poll()
         self._set_autogroup(LOW if low else ORDINARY)

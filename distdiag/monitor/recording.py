@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,6 @@ class Recording:
         self._backend = ""
 
     def write_calls_and_steps(self, s: Snapshot, over: bool) -> None:
-        """Write the ranks' steps and collectives since the last poll."""
         w = self.writer
         for v in self.views.values():
             steps, calls = v.history.taken()
@@ -85,7 +85,6 @@ class Recording:
                 rundir.write_run_json(self.run_dir, self._info)
 
     def write_facts(self, s: Snapshot, started_unix_s: float) -> None:
-        """Write versions and groups if they have changed."""
         w = self.writer
         new = [g for n, g in s.groups.items() if n not in self._groups and g.description != "new_group"]
         if new:
@@ -108,7 +107,4 @@ class Recording:
 
 def _newer(steps: tuple[Step, ...], than: int) -> list[Step]:
     """Return the newest steps, as far back as their numbers are higher than this one."""
-    first = len(steps)
-    while first and steps[first - 1].step > than:
-        first -= 1
-    return list(steps[first:])
+    return [*takewhile(lambda x: x.step > than, reversed(steps))][::-1]

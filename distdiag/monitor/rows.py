@@ -155,9 +155,6 @@ def _row(
         "t_s": s.t_s,
         "phase": "collective" if b is not None else r.phase,
         "phase_age_s": s.t_s - r.phase_since_s if r.phase_since_s is not None else None,
-        "file": r.current_site.file if r.current_site else None,
-        "line": r.current_site.line if r.current_site else None,
-        "function": r.current_site.function if r.current_site else None,
         "waiting_op": (b.op or "collective") if b else None,
         "waiting_group": b.group if b and numbered else None,
         "waiting_seq": b.seq if b and numbered else None,
@@ -172,31 +169,28 @@ def _row(
         "slowest_in": slowest if len(selfs) > 1 else None,
         "activity": r.activity if r.life != Life.MISSING else None,
     }
-    fields: dict[str, Any] = {**shared(RankRow, r), **shared(RankRow, window), **changed}
+    of_site = shared(RankRow, r.current_site)
+    fields: dict[str, Any] = {**shared(RankRow, r), **shared(RankRow, window), **of_site, **changed}
     return RankRow(**fields, **(view.recorder() if view is not None else {}))
 
 
 def loader_rows(s: Snapshot) -> list[LoaderRow]:
-    out = []
-    for r in s.ranks.values():
-        for i, x in enumerate(r.loaders):
-            out.append(
-                LoaderRow(
-                    rank=r.rank,
-                    loader=i,
-                    file=x.site.file if x.site else None,
-                    line=x.site.line if x.site else None,
-                    epoch=x.iterations_started,
-                    fingerprint=x.first_fingerprints[0] if x.first_fingerprints else None,
-                    previous_fingerprint=x.previous_fingerprints[0] if x.previous_fingerprints else None,
-                    **shared(LoaderRow, x),
-                )
-            )
-    return out
+    return [
+        LoaderRow(
+            rank=r.rank,
+            loader=i,
+            **shared(LoaderRow, x.site),
+            epoch=x.iterations_started,
+            fingerprint=x.first_fingerprints[0] if x.first_fingerprints else None,
+            previous_fingerprint=x.previous_fingerprints[0] if x.previous_fingerprints else None,
+            **shared(LoaderRow, x),
+        )
+        for r in s.ranks.values()
+        for i, x in enumerate(r.loaders)
+    ]
 
 
 def ddp_rows(s: Snapshot) -> list[DdpRow]:
-    """Return the buckets of every rank's DDP modules, where they are known."""
     return [
         DdpRow(
             rank=r.rank,
@@ -204,13 +198,8 @@ def ddp_rows(s: Snapshot) -> list[DdpRow]:
             name=m.name,
             pgroup=m.group,
             backwards=m.synced_backwards,
-            **(
-                shared(DdpRow, m.buckets)
-                | {
-                    "bucket_bytes": ",".join(map(str, m.buckets.bucket_bytes)),
-                    "dtypes": m.buckets.dtypes or None,
-                }
-            ),
+            **shared(DdpRow, m.buckets)
+            | {"bucket_bytes": ",".join(map(str, m.buckets.bucket_bytes)), "dtypes": m.buckets.dtypes or None},
         )
         for r in s.ranks.values()
         for i, m in enumerate(r.models)

@@ -174,14 +174,7 @@ class OwnFaults:
         snapshot: Snapshot | None = None,
         elsewhere: Iterable[tuple[int, str, str]] = (),
     ) -> list[Finding]:
-        """Return the new findings of kind `recorder`.
-
-        Args:
-            exchange: Why the exchange between nodes fails.
-            driver_silent_s: Time since a request that NVIDIA's driver has not answered.
-            damaged: Pages that cannot be read, by file: (rank, reason).
-            elsewhere: What monitors of other nodes could not do: (node, cause, text).
-        """
+        """Return the new findings of kind `recorder`; `elsewhere`: what monitors of other nodes could not do."""
         found = [fault for v in views.values() for fault in self.of_rank(v)]
         for file, (rank, why) in (damaged or {}).items():
             whose = f"rank {rank}" if rank is not None else "one rank"
@@ -217,7 +210,6 @@ class OwnFaults:
 
     @staticmethod
     def of_rank(v: RankView) -> Iterator[Fault]:
-        """Yield each failure of one rank's recorder."""
         h, q, facts = v.header, v.rank, v.decoder.facts
         if h.errors:
             yield Fault(

@@ -45,7 +45,6 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def window_of(steps: Sequence[Step]) -> Window:
-    """Return what is shown of these steps."""
     if not steps:
         return Window()
     columns = zip(*map(_times, steps), strict=True)

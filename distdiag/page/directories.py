@@ -31,7 +31,6 @@ _OURS = re.compile(r"rank_\d+\.(page|new\d+)|\.?(r\d+|nodes)\.[a-z]+(\.\d+)?|mon
 
 
 def memory_root() -> Path:
-    """Return the parent of this user's page directories in memory."""
     return SHM / f"distdiag-{os.getuid()}"
 
 
@@ -119,7 +118,6 @@ def _is_directory(path: Path) -> bool:
 
 
 def _belongs(pages: Path, run_dir: Path) -> bool:
-    """True if this directory of pages was made for this run directory."""
     try:
         return files.text(pages, RUN_MARK, 100) == _identity(run_dir)
     except (OSError, ValueError):
@@ -153,10 +151,7 @@ def private_directory(path: Path) -> None:
 
 
 def make(directory: Path, run_dir: Path | None = None) -> None:
-    """Create a page directory with its mark, unless it exists.
-
-    Args:
-        run_dir: The run directory whose pages these are; readers find pages in memory only if it is noted there.
+    """Create a page directory with its mark, unless it exists, and note there whose pages these are: readers check it.
 
     Raises:
         OSError: it cannot be made, or belongs to another user.
@@ -173,7 +168,6 @@ def make(directory: Path, run_dir: Path | None = None) -> None:
 
 
 def has_room(directory: Path, pages: int) -> bool:
-    """True if the file system of `directory` has room for this many pages."""
     try:
         s = os.statvfs(directory)
     except OSError:
@@ -196,7 +190,6 @@ def hold(directory: Path, lock: int = fcntl.LOCK_SH) -> int | None:
 
 
 def monitor_runs(pages: Path) -> bool:
-    """True if a monitor of these pages lives."""
     try:
         lock = files.open_to_read(pages, MONITOR_LOCK)
     except OSError:
@@ -234,12 +227,9 @@ def remove(directory: Path) -> bool:
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Remove the page directories in memory that earlier jobs of this user left; return what was removed.
+    """Remove the page directories in memory that earlier jobs of this user left, if this job's is in memory, too.
 
     They are kept for a day after the last sign of life in them, while half of the file system is free.
-
-    Args:
-        directory: This job's page directory; nothing is done unless it is in memory.
     """
     root = memory_root()
     if directory.parent != root:

@@ -210,8 +210,6 @@ class LoaderSlot(Structure):
 
 
 class ModelSlot(Structure):
-    """One DDP-wrapped module."""
-
     _fields_ = [
         ("name", c_uint32),
         ("group", c_uint32),
@@ -263,8 +261,7 @@ class CallRecord(Structure):
         ("entered_ns", c_uint64),
         ("wait_ns", c_uint64),  # time the host spent waiting in it
         ("left_ns", c_uint64),  # 0 while in flight on the host
-        # 1 asynchronous, 2 rooted, 4 point-to-point, 8 failed, 16 not the main thread, 32 on a device
-        ("flags", c_uint8),
+        ("flags", c_uint8),  # ASYNC, ROOTED, …
         ("step", c_uint64),
     ]
 

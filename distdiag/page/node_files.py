@@ -37,32 +37,22 @@ class Server:
 
 @dataclass
 class Own:
-    """What a monitor writes: its keys, and on node 0 its port. The next monitor of this node goes on with them.
-
-    Attributes:
-        incarnation: Number of this monitor, from 1: each that is started is one more.
-        error: A word of `ERRORS` if it cannot talk to other nodes.
-    """
+    """What a monitor writes: its keys, and on node 0 its port. The next monitor of this node goes on with them."""
 
     public: str = ""
     secret: str = field(default="", repr=False)
     port: int = 0
     addresses: tuple[str, ...] = ()
-    incarnation: int = 0
-    error: str = ""
+    incarnation: int = 0  # number of this monitor, from 1: each that is started is one more
+    error: str = ""  # a word of `ERRORS` if it cannot talk to other nodes
 
 
 @dataclass
 class Peers:
-    """What the rank writes.
+    """What the rank writes."""
 
-    Attributes:
-        server: On other nodes than 0: the monitor of node 0, once it is known.
-        keys: On node 0: public keys by node, of those that do not see its run directory.
-        errors: On node 0: words of `ERRORS` by node.
-    """
-
-    server: Server | None = None
+    server: Server | None = None  # on other nodes than 0: the monitor of node 0, once it is known
+    # on node 0: public keys by node, of those that do not see its run directory; words of `ERRORS` by node
     keys: dict[int, str] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
@@ -80,14 +70,13 @@ def read_own(pages: Path) -> Own | None:
     """Return what the monitor wrote; None if there is nothing, or it is damaged."""
     try:
         found = read_object(pages / OWN)
-        own = Own(
+        return Own(
             public=found["public"] and key(found["public"]), secret=found["secret"] and key(found["secret"]),
             port=count(found["port"], 0, 65_535), addresses=addresses(found["addresses"]),
             incarnation=count(found["incarnation"]), error=found["error"] and error(found["error"]),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return own
 
 
 def read_peers(pages: Path) -> Peers | None:

@@ -24,42 +24,30 @@ STATES = (WAITING, RECORDING, SAVING, DONE, FAILED)
 
 @dataclass(slots=True)
 class Request:
-    """A request to a rank for a profile.
+    """A request to a rank for a profile."""
 
-    Attributes:
-        number: Number of the profile in its run: the results are in RUN/profile/NUMBER.
-        first_step: The first step to be recorded; a rank that is past it begins with its next step.
-        steps: How many steps.
-        deadline_ns: Monotonic clock; nothing begins after it, and recording ends at the first step boundary after it.
-    """
-
-    number: int
-    first_step: int
+    number: int  # of the profile in its run: the results are in RUN/profile/NUMBER
+    first_step: int  # to be recorded; a rank that is past it begins with its next step
     steps: int
-    deadline_ns: int
+    deadline_ns: int  # monotonic clock; nothing begins after it, and recording ends at the first step boundary after it
 
 
 @dataclass(slots=True)
 class Answer:
-    """State of a rank's profile, and its measurements in addition to the trace.
-
-    Attributes:
-        boundaries: [step, wall clock in ns at its end], from the end of the step before the first one recorded.
-        lines: [file, line, function, samples]: the main thread's innermost user frame, most frequent first.
-        start_ms, stop_ms: What starting and stopping cost the training thread.
-        save_ms: How long a thread needed to write the trace, nearly all of it with the GIL.
-    """
+    """State of a rank's profile, and its measurements in addition to the trace."""
 
     number: int
     state: str
     detail: str = ""
     step: int = 0
+    # [step, wall clock in ns at its end], from the end of the step before the first one recorded
     boundaries: list[list[int]] = field(default_factory=list)
+    # [file, line, function, samples]: the main thread's innermost user frame, most frequent first
     lines: list[list[Any]] = field(default_factory=list)
     samples: int = 0
-    start_ms: float | None = None
+    start_ms: float | None = None  # what starting cost the training thread
     stop_ms: float | None = None
-    save_ms: float | None = None
+    save_ms: float | None = None  # how long a thread needed to write the trace, nearly all of it with the GIL
     rss_peak_bytes: int | None = None
     device_peak_bytes: int | None = None
 
@@ -77,7 +65,6 @@ def results(run_dir: Path, number: int) -> Path:
 
 
 def trace_path(run_dir: Path, number: int, rank: int) -> Path:
-    """Return the file into which a rank writes its trace."""
     return results(run_dir, number) / f"rank_{rank}.json"
 
 
@@ -136,7 +123,10 @@ def answer_of(value: dict[str, Any]) -> Answer | None:
             lines=lines,
             samples=count(value.get("samples")),
             **{key: _measure(value.get(key)) for key in ("start_ms", "stop_ms", "save_ms")},
-            **{key: _bytes(value.get(key)) for key in ("rss_peak_bytes", "device_peak_bytes")},
+            **{
+                key: None if value.get(key) is None else count(value[key])
+                for key in ("rss_peak_bytes", "device_peak_bytes")
+            },
         )
     except (ValueError, TypeError, KeyError):
         return None
@@ -144,7 +134,3 @@ def answer_of(value: dict[str, Any]) -> Answer | None:
 
 def _measure(value: Any) -> float | None:
     return float(value) if type(value) in (int, float) and 0 <= value < 1e12 else None
-
-
-def _bytes(value: Any) -> int | None:
-    return None if value is None else count(value)

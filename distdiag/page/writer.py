@@ -210,6 +210,5 @@ class PageWriter:
             setattr(self.header, count, number)
 
     def write_sample(self, kind: int, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
-        """Add one sampled check, of now."""
         t_ns = now_ns()
         self.add("samples", kind=kind, step=step, value=value, key=key, name=self.text(name), site=site, t_ns=t_ns)

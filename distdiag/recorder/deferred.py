@@ -20,11 +20,7 @@ from distdiag.torch_modules import replace
 
 
 def record_process(run_dir: str | None, name: str | None, job: str | None = None) -> None:
-    """Record this process: now if it is a rank, else when it or a spawned child becomes one.
-
-    Args:
-        job: The job of the process that spawned this one.
-    """
+    """Record this process: now if it is a rank, else when it or a child becomes one. `job`: of the process that spawned it."""
     if switched_off():
         return
     rank, world, local = session.from_environment()

@@ -25,19 +25,16 @@ class KeptFile:
             os.close(fd)
         except OSError:  # all high numbers are in use
             self.fd = fd
-        found = os.fstat(self.fd)
-        self._file = found.st_dev, found.st_ino
+        self._file = os.fstat(self.fd)
 
     def is_ours(self) -> bool:
         """True if the number still refers to the file that was opened."""
         try:
-            found = os.fstat(self.fd)
+            return os.path.samestat(os.fstat(self.fd), self._file)
         except OSError:
             return False
-        return (found.st_dev, found.st_ino) == self._file
 
     def close(self) -> None:
-        """Close it, unless the script already has."""
         if self.is_ours():
             os.close(self.fd)
 

@@ -71,12 +71,7 @@ def kept(cache: dict[K, V], key: K, value: V) -> V:
 
 
 def backend_files(file: str, package: str | None) -> None:
-    """Treat a file as backend code from now on; the rest of its package, too, unless the user's code is in the same package.
-
-    Args:
-        file: The file that defines a process group.
-        package: `__package__` of its module.
-    """
+    """Treat the file of a process group as backend code, and the rest of its package, unless the user's code is in that."""
     global _backend_folders
     path = os.path.abspath(file)
     if path in _backend or kind_of_file(path) == LIBRARY:
@@ -115,10 +110,6 @@ def kind_of_file(file: str) -> int:
     if whose == PACKAGE:
         return LIBRARY if any(part in path for part in _RUNNERS) else PACKAGE
     return LIBRARY if path.startswith(_STDLIB) else whose
-
-
-def _in_stdlib(path: str) -> bool:
-    return path.startswith(_STDLIB) and "-packages" + os.sep not in path
 
 
 def kind_of(code: CodeType) -> int:
@@ -234,8 +225,8 @@ def in_backend(frame: FrameType | None) -> bool:
     if not _backend:
         return False
     while frame is not None:
-        kind = kind_of(frame.f_code)
-        if kind != LIBRARY or not _in_stdlib(os.path.abspath(frame.f_code.co_filename)):
+        kind, path = kind_of(frame.f_code), os.path.abspath(frame.f_code.co_filename)
+        if kind != LIBRARY or not path.startswith(_STDLIB) or "-packages" + os.sep in path:
             return kind == BACKEND
         frame = frame.f_back
     return False

@@ -45,12 +45,7 @@ def offer(store: Any, run_dir: str | None) -> None:
 
 
 def join(store: Any, rank: int, run_dir: str | None, backends: str) -> None:
-    """Make this process part of the job of its default process group.
-
-    Args:
-        store: The store of that group.
-        run_dir: Run directory that this process was given; rank 0's counts.
-        backends: Of that group, `cpu:gloo,cuda:nccl`.
+    """Make this process part of the job of its default process group; of the run directories given to ranks, rank 0's counts.
 
     Raises:
         Exception: what the store raises; TimeoutError if rank 0 does not record.

@@ -40,7 +40,6 @@ class ModuleMarks:
         ]
 
     def stop(self) -> None:
-        """Remove the hooks and close open marks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

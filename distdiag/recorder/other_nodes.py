@@ -33,15 +33,7 @@ END_S = 2.0  # how long the end of the script waits for a running access to the 
 
 
 class OtherNodes:
-    """The exchange of one node, by its first rank.
-
-    Args:
-        run_dir: Run directory of the job, as this node names it.
-        pages: Page directory of this node, where its monitor reads and writes.
-        node: Number of this node.
-        ranks: Number of ranks of this node.
-        world: Number of ranks of the job.
-    """
+    """The exchange of one node, with so many ranks of the job's world, by its first rank."""
 
     def __init__(self, run_dir: Path, pages: Path, node: int, ranks: int, world: int) -> None:
         self.run_dir, self.pages, self.node, self.ranks, self.world = run_dir, pages, node, ranks, world

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
-from distdiag import files
+from distdiag import files, procfs
 from distdiag.page import profile_files
 from distdiag.page.profile_files import DONE, FAILED, MAX_LINES, RECORDING, SAVING, WAITING, Answer, Request
 from distdiag.recorder.frames import absolute, frames_of, line_of, user_frame
@@ -222,7 +222,6 @@ class Profile:
             self._stopped.release()
 
     def _fail(self, reason: str) -> None:
-        """Give up; the job continues."""
         if self._profiler is not None:
             return self._stop(reason)
         try:
@@ -246,7 +245,6 @@ class Profile:
     _failed = ""
 
     def _run(self) -> None:
-        """Sample until the recording ends, then save."""
         try:
             while not self._stopped.acquire(timeout=SAMPLE_S):
                 self._sample()
@@ -265,7 +263,8 @@ class Profile:
         frames = frames_of(self.recorder.main_thread)  # kept while they are read
         frame = user_frame(frames[0]) if frames else None
         if found.samples % MEMORY_SAMPLES == 0:
-            found.rss_peak_bytes = max(found.rss_peak_bytes or 0, _resident_bytes())
+            resident = int(procfs.read("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            found.rss_peak_bytes = max(found.rss_peak_bytes or 0, resident)
         found.samples += 1
         if frame is not None and len(self._lines) < 10_000:
             code = frame.f_code
@@ -302,12 +301,6 @@ class Profile:
 
 
 def _complete(path: Path) -> bool:
-    """True if the file ends like a JSON object."""
     with path.open("rb") as f:
         f.seek(max(0, os.fstat(f.fileno()).st_size - 64))
         return f.read().rstrip().endswith(b"}")
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", "rb") as f:
-        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

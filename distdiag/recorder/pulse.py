@@ -69,7 +69,6 @@ class Pulse:
         self._raw: dict[tuple[int, bool], tuple[int, CodeType]] = {}
 
     def start(self) -> None:
-        """Start the thread."""
         self._running.acquire()
         try:
             start_new_thread(self._run, ())
@@ -155,7 +154,6 @@ class Pulse:
         words[_VERSION] += 1
 
     def _raw_of(self, frame: FrameType) -> int:
-        """Return the heap offset of the name of a thread's innermost frame."""
         code, waits = frame.f_code, in_backend(frame)
         known = self._raw.get((id(code), waits))
         if known is None:
@@ -234,10 +232,6 @@ def nvml_index(properties: Any, nvml: Any) -> int:
 
     CUDA and NVML number GPUs differently: CUDA_VISIBLE_DEVICES hides and reorders them (by number, UUID or MIG UUID), and CUDA's
     default order is not that of the PCI bus. The UUID is the same in both.
-
-    Args:
-        properties: `torch.cuda.get_device_properties(device)`.
-        nvml: The module `pynvml`.
     """
     uuid = str(getattr(properties, "uuid", "") or "")
     uuid = uuid.removeprefix("GPU-").removeprefix("MIG-")

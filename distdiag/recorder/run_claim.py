@@ -43,8 +43,6 @@ _WORD = re.compile(r"[\w.:-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True)
 class Claim:
-    """The directories of a rank."""
-
     run_dir: Path
     node: int
     pages: Path  # page directory of all ranks of this node
@@ -53,19 +51,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Joined:
-    """A job that ranks without a launcher's variables have joined (`joining`).
+    """A job that ranks without a launcher's variables have joined (`joining`)."""
 
-    Attributes:
-        token: As `job_token` returns it, without the restart.
-        root: Directory of the runs that have no directory of their own.
-        run_dir: The run directory of the job, if one was named.
-        node: Number of this node.
-    """
-
-    token: str
-    root: Path
-    run_dir: str | None
-    node: int
+    token: str  # as `job_token` returns it, without the restart
+    root: Path  # directory of the runs that have no directory of their own
+    run_dir: str | None  # of the job, if one was named
+    node: int  # number of this node
 
 
 def _launcher() -> tuple[int, int] | None:
@@ -276,7 +267,8 @@ def _attempts(base: Path, token: str) -> Iterator[Path]:
     for k in range(10_000):
         path = base if k == 0 else base / f"attempt_{k}"
         # claimed before it is used: one that is used and not claimed is from a version without these records
-        if decide(base / ".jobs" / str(k), "-" if _used(path) else token, base) == token:
+        used = any((path / name).exists() for name in ("run.db", "run.db.where", "run.json", "pages"))
+        if decide(base / ".jobs" / str(k), "-" if used else token, base) == token:
             if k:
                 files.make_run_directory(path, share)
             yield path
@@ -303,10 +295,6 @@ def _fresh(root: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-def _used(path: Path) -> bool:
-    return any((path / n).exists() for n in ("run.db", "run.db.where", "run.json", "pages"))
-
-
 # -- the node ---------------------------------------------------------------------------------------------------
 
 
@@ -322,11 +310,9 @@ def _join(run_dir: Path, rank: int, world_size: int) -> Claim | None:
     if not found.startswith(f"{launcher} ") or _too_late(run_dir, record):
         return None
     chosen = found[len(launcher) + 1 :]
-    try:
+    with contextlib.suppress(OSError):
         if str(rank) in files.text(run_dir, directories.ended_record(run_dir, node).name).split():
             return None
-    except OSError:
-        pass
     pages = Path(chosen)
     if any(_has_page(d, rank) for d in (pages, overflow)):
         return None
@@ -364,27 +350,21 @@ def _choose_page_directory(run_dir: Path, node: int, overflow: Path, ranks: int)
     """Return a directory in memory if it is usable and has room for the pages of this node's ranks, else the run directory."""
     key = hashlib.sha256(f"{run_dir}|{node}|{job_token()}|{launcher_id()}".encode()).hexdigest()[:12]
     memory = directories.memory_root() / key
-    try:
+    with contextlib.suppress(OSError):  # read-only, or another user's directory has this name
         if directories.has_room(directories.SHM, ranks):
             directories.make(memory, run_dir)
             return memory
-    except OSError:  # read-only, or another user's directory has this name
-        pass
     return overflow
 
 
 def link_pages(run_dir: Path, pages: Path) -> None:
     """Link `RUN/pages` to the page directory, for users; not possible on file systems without symlinks."""
     link = run_dir / "pages"
-    try:
+    with contextlib.suppress(OSError):
         if not link.is_symlink() and not link.exists():
             link.symlink_to(pages, target_is_directory=True)
-    except OSError:
-        pass
 
 
 def script_name() -> str:
-    """Return the name of a run, from the running script."""
-    main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None) or (sys.argv[0] if sys.argv else "")
+    file = getattr(sys.modules.get("__main__"), "__file__", None) or (sys.argv[0] if sys.argv else "")
     return Path(file).stem if file else "run"

@@ -41,8 +41,6 @@ from distdiag.unpatched import Lock, wall_ns
 
 
 class Session:
-    """The recorder's state in this process."""
-
     def __init__(self, recorder: Recorder, run_dir: Path, pages: Path) -> None:
         self.recorder = recorder
         self.run_dir = run_dir
@@ -62,7 +60,6 @@ class Session:
     @guarded
     @own_imports()
     def install(self) -> None:
-        """Install the hooks; torch has been imported."""
         if self.accounting is not None:
             return
         import torch
@@ -118,7 +115,6 @@ class Session:
 
     @guarded
     def take_profile(self) -> None:
-        """Accept a reader's request for a profile of this rank."""
         from distdiag.recorder import profile
 
         profile.take(self)
@@ -138,7 +134,9 @@ class Session:
             trace = self._create_file(f"r{rank}.trace").fd  # the workers of a DataLoader write their stacks to it, too
             faulthandler.register(number, file=trace, all_threads=True, chain=False)
             h.trace_signal = number
-            self._write_native_frames_on(number - 1)
+            # the main thread's native frames, by the compiled module
+            if frames._native is not None and signal.getsignal(number - 1) is signal.SIG_DFL:
+                frames._native.install(number - 1, self._create_handler_file(f"r{rank}.native"))
         if not faulthandler.is_enabled():
             faulthandler.enable(file=self._create_handler_file(f"r{rank}.fatal"), all_threads=True)
             _off_for_script()
@@ -151,11 +149,6 @@ class Session:
         """Create a file that forked children do not write to, and return its descriptor."""
         self.handler_files.append(self._create_file(name))
         return self.handler_files[-1].fd
-
-    def _write_native_frames_on(self, number: int) -> None:
-        """Write the main thread's native frames to `r<rank>.native` on this signal; needs the compiled module."""
-        if frames._native is not None and signal.getsignal(number) is signal.SIG_DFL:
-            frames._native.install(number, self._create_handler_file(f"r{self.recorder.header.rank}.native"))
 
     # -- the end --------------------------------------------------------------------------------------
 
@@ -210,12 +203,7 @@ class Session:
 
     @guarded
     def exiting(self, code: int | None = None, tb: TracebackType | None = None) -> None:
-        """Record that the interpreter shuts down: a later abort is not how the script ended.
-
-        Args:
-            code: Exit code, if known.
-            tb: Traceback of the SystemExit, if there was one: the site that ended the script.
-        """
+        """Record that the interpreter shuts down: a later abort is not how the script ended. `tb`: of a SystemExit."""
         h = self.recorder.header
         if code is not None:
             h.exit_code = code
@@ -376,7 +364,6 @@ def _unhandled() -> BaseException | None:
 
 
 def _command() -> str:
-    """Return this process's command line without secrets."""
     try:
         arguments = Path("/proc/self/cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
     except OSError:

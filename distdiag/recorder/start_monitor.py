@@ -68,13 +68,10 @@ def start_monitor(run_dir: Path, pages: Path, node: int, overflow: Path, quiet: 
     """Start this node's monitor unless one runs; True if this call started it.
 
     The lock is passed to the new process with its file descriptor, so another rank cannot take it in between. The process
-    forks once more and its first half exits at once, so that the rank has no child that its own `os.wait()` could
-    return.
+    forks once more and its first half exits at once, so that the rank has no child that its own `os.wait()` could return.
 
     Args:
         run_dir: Run directory of the job; every other node has its own run in it: one writer per database.
-        pages: Page directory of this node, with the lock.
-        node: Number of this node.
         overflow: Second page directory, for ranks whose page does not fit into `pages`.
         quiet: The monitor prints nothing, because stderr is not the job's.
 
@@ -178,18 +175,13 @@ def _import_path() -> list[str]:
 
 
 class Watch:
-    """Notices in a rank that the node's monitor is gone, and starts another; a check costs a few system calls.
-
-    Args:
-        run_dir, pages, node, overflow: As for `start_monitor`.
-    """
+    """Notices in a rank that the node's monitor is gone, and starts another; a check costs a few system calls."""
 
     def __init__(self, run_dir: Path, pages: Path, node: int, overflow: Path) -> None:
         self._of = run_dir, pages, node, overflow
         self._lock = KeptFile(files.open_own(pages, directories.MONITOR_LOCK, os.O_RDWR | os.O_APPEND))
 
     def check(self) -> None:
-        """Start a monitor if none runs."""
         if not self._lock.is_ours():
             return
         try:

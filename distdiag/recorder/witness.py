@@ -120,17 +120,15 @@ def stop(server: Server, path: Path) -> None:
 
 def _idle(path: Path) -> bool:
     """Wait until the server has no connection any more; False if it still has one after `BUSY_S`."""
-    name, deadline = f" {path}", now_s() + BUSY_S
-    while any(line.rstrip("\n").endswith(name) and line.split()[3] != LISTENS for line in _unix_sockets()):
+    name, deadline, sockets = f" {path}", now_s() + BUSY_S, Path("/proc/self/net/unix")
+    while any(
+        line.endswith(name) and line.split()[3] != LISTENS
+        for line in sockets.read_text(errors="surrogateescape").split("\n")
+    ):
         if now_s() > deadline:
             return False
         sleep(0.005)
     return True
-
-
-def _unix_sockets() -> list[str]:
-    with open("/proc/self/net/unix", errors="surrogateescape") as f:
-        return f.readlines()
 
 
 def _answers(path: Path) -> bool:

@@ -94,7 +94,6 @@ def draw_phases(figure: Figure, ranks: Sequence[RankSummary]) -> None:
 
 
 def draw_profile(figure: Figure, ranks: Sequence[RankTimes]) -> None:
-    """Draw a bar per rank: its step in a profile."""
     draw_bars(figure, [r.rank for r in ranks], [parts_of(r) for r in ranks], "ms per step")
 
 

@@ -57,8 +57,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Column(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
-
     run: str
     name: str
     state: str
@@ -85,11 +83,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_runs(runs: Sequence[Run], skip: int | None = None, limit_pct: float | None = None) -> Comparison:
-    """Compare each run with the first.
+    """Compare each run with the first; a slowdown above `limit_pct` % matters.
 
-    Args:
-        limit_pct: A slowdown above this matters, %.
-        skip: Steps left out at the beginning of each run; default: `WARM_UP_STEPS` if there are enough.
+    `skip` steps are left out at the beginning of each run, by default `WARM_UP_STEPS` if there are enough.
     """
     columns: list[Column] = []
     baseline: Floats | None = None

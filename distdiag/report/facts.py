@@ -133,8 +133,6 @@ class GpuSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One run."""
-
     schema: str = SCHEMA
     run: str
     name: str
@@ -180,11 +178,6 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_facts(run: Run) -> RunFacts:
-    """Return everything that a report shows of `run`.
-
-    Raises:
-        RunUnreadable: the database became unreadable meanwhile.
-    """
     meta = run.meta
     report = run.report()
     steps = step_tables.read_steps(run)
@@ -241,9 +234,6 @@ def versions(run: Run) -> dict[str, str]:
 _OF_ROW = ("node", "host", "gpu", "life", "exit_code", "signal", "exception", "step", "rss_bytes")  # of table `rank`
 
 
-# -- ranks --------------------------------------------------------------------------------------------------------
-
-
 def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
     by_rank = steps.by_rank()
     slowest = step_tables.slowest_share(steps)
@@ -267,9 +257,6 @@ def _ranks(run: Run, steps: Steps) -> tuple[RankSummary, ...]:
             values |= {c: int(peak) for c, peak in peaks.items() if peak is not None}
         found.append(RankSummary(**values))
     return tuple(found)
-
-
-# -- collectives --------------------------------------------------------------------------------------------------
 
 
 def _collectives(run: Run) -> tuple[CollectiveSummary, ...]:
@@ -313,9 +300,6 @@ def _collective(key: tuple[Any, ...], members: Sequence[tuple[Any, ...]]) -> Col
         late_rank=latest,
         late_share=latest_count / late.total() if late else None,
     )
-
-
-# -- hosts and GPUs -----------------------------------------------------------------------------------------------
 
 
 def _hosts(run: Run) -> tuple[HostSummary, ...]:

@@ -7,7 +7,6 @@ repository, and shows how the machine is laid out.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -80,12 +79,7 @@ def _visible(value: Any) -> Any:
 
 def _of_visible(write: Callable[[Report, Path], str]) -> Callable[[Report, Path], str]:
     """Return `write` for a report with visible text: names of kinds, states and files may be forged, too."""
-
-    @functools.wraps(write)
-    def written(report: Report, root: Path) -> str:
-        return write(_visible(report), Path(visible(str(root))))
-
-    return written
+    return lambda report, root: write(_visible(report), Path(visible(str(root))))
 
 
 def github(report: Report, root: Path) -> str:

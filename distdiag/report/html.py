@@ -20,7 +20,6 @@ MAX_COLLECTIVES = 40
 
 
 def render(facts: RunFacts) -> str:
-    """Return the report as one HTML document."""
     from distdiag.report import charts
 
     environment = jinja2.Environment(

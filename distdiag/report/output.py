@@ -16,11 +16,7 @@ from distdiag.files import replacing
 def new_file(path: Path, force: bool = False, own: bool = False) -> Iterator[IO[bytes]]:
     """Open a file for writing, which appears as `path` when the block ends without an error.
 
-    Args:
-        own: Refuse a directory of another user.
-
-    Raises:
-        DistdiagError: `path` exists and `force` is not set, or it cannot be written.
+    A directory of another user is refused if it is our `own` choice. An existing file is an error without `force`.
     """
     if path.is_dir():
         raise DistdiagError(f"{path} is a directory", f"name a file: -o {path / 'report.html'}")
@@ -34,6 +30,5 @@ def new_file(path: Path, force: bool = False, own: bool = False) -> Iterator[IO[
     except FileExistsError:  # made meanwhile
         raise there from None
     except OSError as e:
-        raise DistdiagError(
-            f"cannot write {path}: {e.strerror or e}", "free some space, or choose another file with -o"
-        ) from e
+        hint = "free some space, or choose another file with -o"
+        raise DistdiagError(f"cannot write {path}: {e.strerror or e}", hint) from e

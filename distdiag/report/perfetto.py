@@ -8,6 +8,7 @@ own with a track per group, hosts and GPUs have counters, findings are marks ove
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import IO, Any
 
 import msgspec
@@ -33,16 +34,15 @@ def _encode(value: Any) -> bytes:
 
 
 def write(run: Run, out: IO[bytes], last_steps: int | None = None) -> int:
-    """Write the trace of `run` and return the number of events.
+    """Write the trace of `run`, one JSON object, and return the number of events.
 
-    Args:
-        out: Receives one JSON object.
-        last_steps: Only the newest that many steps; default: as many as `MAX_STEP_ROWS` rows allow.
+    `last_steps` of it, or as many as `MAX_STEP_ROWS` rows allow.
     """
     first, low_s = _window(run, last_steps)
     meta = run.meta
     head = {"run": str(run.path), "distdiag": meta.get("distdiag"), "first_step": first}
-    return chrome.write(out, b'"otherData":' + _encode(head), _events(run, first, low_s), _encode)
+    events = chain(_findings(run), _steps(run, first), _collectives(run, low_s), _counters(run, low_s))
+    return chrome.write(out, b'"otherData":' + _encode(head), events, _encode)
 
 
 def _window(run: Run, last_steps: int | None) -> tuple[int, float]:
@@ -66,13 +66,6 @@ def _rows(run: Run, query: str, values: tuple[Any, ...], needed: int) -> list[An
 
 def _us(seconds: float) -> float:
     return round(seconds * 1e6, 3)
-
-
-def _events(run: Run, first: int, low_s: float) -> Iterator[Event]:
-    yield from _findings(run)
-    yield from _steps(run, first)
-    yield from _collectives(run, low_s)
-    yield from _counters(run, low_s)
 
 
 def _findings(run: Run) -> Iterator[Event]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -166,16 +168,10 @@ def measured(values: Floats) -> Floats:
     return values[~np.isnan(values)]
 
 
-def median(values: Floats) -> float | None:
-    """Return the median of the measured values; None if there are none."""
+def _of_measured(function: Callable[[Floats], Any], values: Floats) -> float | None:
+    """Return a statistic of the measured values; None if there are none."""
     known = measured(values)
-    return float(np.median(known)) if len(known) else None
-
-
-def mean(values: Floats) -> float | None:
-    """Return the mean of the measured values; None if there are none."""
-    known = measured(values)
-    return _mean_of(known) if len(known) else None
+    return float(function(known)) if len(known) else None
 
 
 def _mean_of(values: Floats) -> float:
@@ -184,9 +180,7 @@ def _mean_of(values: Floats) -> float:
         return float(values.mean())
 
 
-def largest(values: Floats) -> float | None:
-    known = measured(values)
-    return float(known.max()) if len(known) else None
+median, mean, largest = (partial(_of_measured, function) for function in (np.median, _mean_of, np.max))
 
 
 def slowest_share(steps: Steps) -> dict[int, float]:

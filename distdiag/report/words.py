@@ -72,12 +72,9 @@ def gradient_times(g: Gradients) -> str:
 
 
 def _verdict_without_findings(report: Report, stopped: str | None, infos: int, seen: str) -> str:
-    """Return the line for a job without an error or a warning.
+    """Return the line for a job without an error or a warning, with the number of its `infos`.
 
-    Args:
-        stopped: What ended the job from outside, if that is known.
-        infos: Number of its infos.
-        seen: How many ranks were seen, in words.
+    `stopped`: what ended the job from outside, if that is known; `seen`: how many ranks were seen, in words.
     """
     found = f"no error or warning, {infos} info ({seen})" if infos else ""
     if stopped:

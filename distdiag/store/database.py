@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from distdiag.store.checked import Connection
-from distdiag.store.opening import ReadStatus, RunUnreadable, inode, rows, unreadable
+from distdiag.store.opening import ReadStatus, RunUnreadable, deleted, inode, rows, unreadable
 from distdiag.store.rows import DdpRow, Row
 
 _T = TypeVar("_T", bound=Row)
@@ -56,13 +56,10 @@ class Database:
         """
         now = inode(self.database)
         if now is None:
-            raise RunUnreadable(
-                ReadStatus.DELETED, f"{self.path} was deleted while it was open", "`distdiag tui RUN` opens another run"
-            )
+            raise deleted(self.path)
         if now != self._inode:
-            raise RunUnreadable(
-                ReadStatus.DELETED, f"{self.database} was replaced while it was open", "open the run again"
-            )
+            text = f"{self.database} was replaced while it was open"
+            raise RunUnreadable(ReadStatus.DELETED, text, "open the run again")
 
     def data_version(self) -> int:
         """Return a number that changes when another process has written."""
@@ -78,12 +75,7 @@ class Database:
         return [f"{table}.{c}" if c in self._columns[table] else "NULL" for c in columns]
 
     def structs(self, kind: type[_T], sql: str, args: Sequence[Any] = (), fields: Sequence[str] = ()) -> list[_T]:
-        """Return rows of a table as Structs; a row that lacks a needed value is left out.
-
-        Args:
-            sql: What follows the table.
-            fields: The fields that are columns; empty: all.
-        """
+        """Return rows of a table as Structs (`sql` follows its name); a row that lacks a needed value is left out."""
         fields = fields or kind.__struct_fields__
         names = ", ".join(self.named(kind.TABLE, fields))
         found = []

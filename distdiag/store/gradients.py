@@ -13,11 +13,7 @@ WARM_UP = 5  # first steps, left out if there are others: buckets are rebuilt, c
 
 
 def read_gradients(run: Database, t_s: float | None = None) -> Gradients | None:
-    """Return the cost of DDP's gradient exchange; None if no DDP module was measured.
-
-    Args:
-        t_s: Only steps that ended by this time; None: all.
-    """
+    """Return the cost of DDP's gradient exchange, in steps that ended by `t_s` if given; None if no DDP module was measured."""
     models = run.ddp()
     if not models:
         return None

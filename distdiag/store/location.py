@@ -24,11 +24,7 @@ LOCAL_FUSE = frozenset({"fuse.overlayfs", "fuse.fuse-overlayfs", "fuse.ext4", "f
 
 
 def filesystem_type(path: Path) -> str | None:
-    """Return the file system type of `path`, as the kernel names it; None if that cannot be read.
-
-    Args:
-        path: Need not exist: its nearest existing parent decides.
-    """
+    """Return the file system type of `path`, or of its nearest parent, as the kernel names it; None if that cannot be read."""
     try:
         mounts = psutil.disk_partitions(all=True)
     except OSError:
@@ -50,18 +46,13 @@ RESERVE_BYTES = 2**20  # disk space reserved for the last rows of the run
 
 
 class Location:
-    """The location of one run's database.
-
-    Attributes:
-        notice: (level, text) of an event about the location; None if there is none.
-        error: Why the local directory could not be created; None if it was, or is not needed.
-    """
+    """The location of one run's database."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.path = run_dir / rundir.DATABASE
-        self.notice: tuple[str, str] | None = None
-        self.error: OSError | None = None
+        self.notice: tuple[str, str] | None = None  # (level, text) of an event about the location
+        self.error: OSError | None = None  # why the local directory could not be created
         self._local: Path | None = None  # directory that holds the database instead of run_dir
         self._choose(filesystem_type(run_dir))
 

@@ -79,7 +79,6 @@ def locate(path: Path) -> Path:
 
 
 def _not_permitted(path: Path, error: OSError) -> RunUnreadable:
-    """Return the error for a run that this user may not read, with its owner."""
     owner = files.owner_of_other(path)
     whose = f", and belongs to {owner}" if owner else ""
     return RunUnreadable(
@@ -153,7 +152,8 @@ def connect(database: Path) -> tuple[Connection, str | None]:
         return con
 
     wal = database.with_name(database.name + "-wal")
-    if (_is_wal(database) or wal.exists()) and _left_alone(database, wal):
+    names_wal = _head(database, 20)[18:20] == b"\2\2"  # as its journal
+    if (names_wal or wal.exists()) and _left_alone(database, wal):
         # SQLite would create its -wal and -shm files again, or write into them: a reader changes nothing
         return attempt("&vfs=unix-none", exclusive=True) if _has_frames(wal) else attempt("&immutable=1"), None
     try:
@@ -166,22 +166,16 @@ def connect(database: Path) -> tuple[Connection, str | None]:
         return attempt("&immutable=1"), note
 
 
-def _is_wal(database: Path) -> bool:
-    """True if the header of a database names the WAL as its journal."""
+def _head(path: Path, most: int) -> bytes:
     try:
-        with open(files.open_to_read(database.parent, database.name), "rb") as file:
-            return file.read(20)[18:20] == b"\2\2"
+        return files.read(path.parent, path.name, most)
     except OSError:
-        return False
+        return b""
 
 
 def _has_frames(wal: Path) -> bool:
     """True if the first frame of a log is one of its header (sqlite.org/fileformat2.html): SQLite deletes a log without any when it closes it."""
-    try:
-        with open(files.open_to_read(wal.parent, wal.name), "rb") as file:
-            head = file.read(56)
-    except OSError:
-        return False
+    head = _head(wal, 56)
     return head[:3] == b"\x37\x7f\x06" and len(head) == 56 and head[16:24] == head[40:48]
 
 
@@ -234,12 +228,9 @@ def _quoted(database: Path) -> str:
 
 
 def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadable:
-    """Return the error for what SQLite reports."""
     text = str(error)
     if not database.exists():
-        return RunUnreadable(
-            ReadStatus.DELETED, f"{path} was deleted while it was open", "`distdiag tui RUN` opens another run"
-        )
+        return deleted(path)
     if "locked" in text or "busy" in text:
         return RunUnreadable(
             ReadStatus.LOCKED,
@@ -260,6 +251,11 @@ def unreadable(error: sqlite3.Error, path: Path, database: Path) -> RunUnreadabl
     if "readonly" in text:  # SQLite undoes it for whoever may write; a reader changes nothing
         hint = f"its writer was killed as it closed the run: `sqlite3 {shlex.quote(str(database))} .tables` undoes the rest"
     return RunUnreadable(ReadStatus.UNREADABLE, f"cannot read {database}: {text}", hint)
+
+
+def deleted(path: Path) -> RunUnreadable:
+    hint = "`distdiag tui RUN` opens another run"
+    return RunUnreadable(ReadStatus.DELETED, f"{path} was deleted while it was open", hint)
 
 
 def size_of(path: Path) -> int:

@@ -274,11 +274,7 @@ def failed_launch(run_dir: Path) -> str | None:
 
 
 def write_run_json(run_dir: Path, info: Any) -> bool:
-    """Write `run.json` (what was started, where, with which versions) atomically; False if the disk refuses.
-
-    Args:
-        info: Any value that msgspec can encode; keys have units.
-    """
+    """Write `run.json` (what was started, where, with which versions) atomically; False if the disk refuses."""
     try:
         files.write(run_dir, "run.json", msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
         return True

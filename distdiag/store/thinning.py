@@ -42,8 +42,6 @@ def database_bytes(con: sqlite3.Connection) -> int:
 
 
 class Keeper:
-    """Keeps one database within `keep_bytes`."""
-
     def __init__(self, keep_bytes: int) -> None:
         self.keep_bytes = keep_bytes
         self._check_at = 0.0
@@ -55,11 +53,7 @@ class Keeper:
         self._gauge_from: dict[str, float] = {}  # rows before this time are already thinned
 
     def tick(self, con: sqlite3.Connection, t_s: float) -> list[str]:
-        """Thin one slice if the database is over its bound; return lines to report.
-
-        Args:
-            con: Connection in autocommit mode, outside a transaction.
-            t_s: Newest time in the run, seconds since it began.
+        """Thin one slice if the database is over its bound; return lines to report. The connection is in autocommit mode.
 
         Raises:
             sqlite3.Error: the write failed.

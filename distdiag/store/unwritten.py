@@ -21,30 +21,22 @@ RECORD = ".node_0"
 
 
 def explain(run_dir: Path, what: str) -> tuple[str, str]:
-    """Return (message, hint) for a run without rows.
-
-    Args:
-        what: What is missing: "RUN has no run.db".
-    """
+    """Return (message, hint) for a run without rows; `what` is missing: "RUN has no run.db"."""
     if (reason := rundir.failed_launch(run_dir)) is not None:
         return _failed_launch(run_dir, reason)
-    owner = files.owner_of_other(run_dir)
-    record = _record(run_dir)
+    owner, record, instead = files.owner_of_other(run_dir), _record(run_dir), _else(run_dir)
     if owner is not None:
         return what, f"it belongs to {owner}, who can see whether its job is starting"
     if record is None:
         hint = "was it started with `DISTDIAG=1`, or does it call distdiag.attach()?"
         if _age_s(run_dir) < rundir.STARTING_S:
             return f"{what} yet", f"the job is starting; {hint}"
-        return f"{what}, and no rank has claimed it", _else(
-            run_dir
-        ) or f"{hint} If this is a copy, copy run.db and hidden files, too"
+        hint = instead or f"{hint} If this is a copy, copy run.db and hidden files, too"
+        return f"{what}, and no rank has claimed it", hint
     host, pid, ticks = record
     if host != socket.gethostname():
-        return (
-            f"{what}, and its job was started on {host}",
-            f"look there; {_else(run_dir) or 'if this is a copy, copy run.db, too'}",
-        )
+        hint = f"look there; {instead or 'if this is a copy, copy run.db, too'}"
+        return f"{what}, and its job was started on {host}", hint
     folders = itertools.chain(*directories.of_run(run_dir).values())
     pages = [page for folder in folders for page in itertools.islice(folder.glob("*.page"), MAX_PAGES)]
     launched = pid.isdigit() and str(procfs.start_ticks(pid[:9])) == ticks
@@ -54,14 +46,11 @@ def explain(run_dir: Path, what: str) -> tuple[str, str]:
         return f"{what} so far", "the monitor is just starting; try again"
     reason = failure_of(run_dir) or ("the disk is full" if _is_full(run_dir) else None)
     ended = f"{what}, and no process uses its pages: the job has ended"
+    printed = "the findings are at the end of the job's stderr"
     if reason is not None:
-        return (
-            f"{ended}, and its monitor could not write ({reason})",
-            _else(run_dir) or "the findings are at the end of the job's stderr; free the disk before the next run",
-        )
-    return f"{ended}, or this is a copy", _else(
-        run_dir
-    ) or "the findings are at the end of the job's stderr; copy run.db, too"
+        hint = instead or f"{printed}; free the disk before the next run"
+        return f"{ended}, and its monitor could not write ({reason})", hint
+    return f"{ended}, or this is a copy", instead or f"{printed}; copy run.db, too"
 
 
 def _failed_launch(run_dir: Path, reason: str) -> tuple[str, str]:

@@ -21,13 +21,13 @@ from distdiag import files
 from distdiag.diagnosis.model.findings import Check, Finding
 from distdiag.store import SCHEMA_VERSION
 from distdiag.store import rows as kinds
+from distdiag.store.checked import SCHEMA
 from distdiag.store.frames import TABLE_COLUMNS, RankRow, pack
 from distdiag.store.location import Location
 from distdiag.store.rows import GroupRow, Row, StepTimesRow
 from distdiag.store.thinning import Keeper
 from distdiag.terms.ranks import fold_ranks
 
-SCHEMA = Path(__file__).with_name("schema.sql")
 KEEP_BYTES = 2 * 2**30
 RETRY_S = 1.0  # after a failed write
 HEARTBEAT_S = 1.0
@@ -80,25 +80,14 @@ def _value(v: Any) -> Any:
 
 
 class Writer:
-    """Writes one run's database.
-
-    Attributes:
-        failed_writes: Transactions that failed so far.
-        last_error: Text of the newest failure; None once a write succeeded again.
-        dropped_rows: Rows dropped because the disk refused for too long.
-    """
+    """Writes one run's database."""
 
     def __init__(self, run_dir: Path | str, *, keep_bytes: int = KEEP_BYTES) -> None:
-        """Open (or create) `RUN/run.db`; a disk that refuses is retried at each `commit()`.
-
-        Args:
-            run_dir: Created if missing.
-            keep_bytes: Size bound of the database; older rows are thinned beyond it.
-        """
+        """Open (or create) `RUN/run.db`, of at most `keep_bytes`; a disk that refuses is retried at each `commit()`."""
         self.run_dir = Path(run_dir)
-        self.failed_writes = 0
-        self.dropped_rows = 0
-        self.last_error: str | None = None
+        self.failed_writes = 0  # transactions so far
+        self.dropped_rows = 0  # because the disk refused for too long
+        self.last_error: str | None = None  # the newest; None once a write succeeded again
         self._con: sqlite3.Connection | None = None
         self._keeper = Keeper(keep_bytes)
         self._pending: list[tuple[str, list[tuple[Any, ...]]]] = []
@@ -173,14 +162,7 @@ class Writer:
             self._add(_ROWS[kind], values)
 
     def frame(self, t_s: float, state: str, state_text: str, rows: list[RankRow]) -> None:
-        """Add a frame: the screen's data at this time.
-
-        Args:
-            t_s: Seconds since the run began.
-            state: A `findings.State`.
-            state_text: Text after the state in the header: "no step for 31 s (usual 0.23 s)".
-            rows: Every rank, by rank.
-        """
+        """Add a frame: the job's state, what follows it in the header ("no step for 31 s (usual 0.23 s)"), and every rank."""
         self._newest_t_s = max(self._newest_t_s, t_s)
         self._add(_FRAME, [(t_s, str(state), state_text, pack(rows))])
         self.meta(state=str(state))

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """One thing that a rank may do."""
-
     word: str  # as recorded
     shown: str = ""  # on the screen, in brackets behind a rank's site
     does: str = ""  # in a sentence whose subject is the rank; empty for what no stall names

@@ -23,8 +23,6 @@ def _whole(ranks: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One family."""
-
     name: str  # torch.distributed's name of it
     forms: str  # its forms, each with its other names: `form=name,name`
     # share of S that crosses each rank's link on a perfect network, by the number of ranks; None: it moves no bytes
@@ -131,12 +129,7 @@ def message_bytes(op: str, recorded_bytes: int | None, ranks: int | None) -> int
 
 
 def algorithm_bandwidth(size_bytes: int, time_s: float) -> float:
-    """Return the algorithm bandwidth in GB/s: S / t.
-
-    Args:
-        size_bytes: S; see `message_bytes`.
-        time_s: Time of one operation on the slowest rank, seconds.
-    """
+    """Return the algorithm bandwidth in GB/s: S / t, of `message_bytes` and the time of one operation on the slowest rank."""
     return size_bytes / time_s / 1e9
 
 

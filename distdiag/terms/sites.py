@@ -6,11 +6,7 @@ import posixpath
 
 
 def line_text(file: str, line: float | None, function: str | None = None, base: bool = False) -> str:
-    """Return `src/train.py:88 in evaluate`; without a function at the top of a file, without a number if there is none.
-
-    Args:
-        base: Only the file's name, without its directories.
-    """
+    """Return `src/train.py:88 in evaluate` (`base`: without directories); no function at the top of a file."""
     number = f":{int(line)}" if line is not None and line == line else ""
     inside = f" in {function}" if function and function != "<module>" else ""
     return f"{posixpath.basename(file) if base else file}{number}{inside}"

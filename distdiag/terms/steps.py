@@ -12,8 +12,6 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPart:
-    """One time of a step."""
-
     name: str  # the column is `NAME_ms`
     about: str  # what it is, one line
     word: str = ""  # in a legend; the name if empty
@@ -28,7 +26,6 @@ class StepPart:
 
     @property
     def column(self) -> str:
-        """Its column in run.db, ms."""
         return f"{self.name}_ms"
 
 

@@ -23,6 +23,7 @@ from distdiag.traces.read import Comm, Input, Op, Trace, is_comm_call, is_messag
 
 Key = tuple[str, int, str]  # group, sequence number, operation
 Window = tuple[float, float]
+Joined = Mapping[Key, Mapping[int, Comm]]  # by collective, or message: what each rank recorded of it
 
 EVER: Window = (-math.inf, math.inf)
 TOP = 12
@@ -34,54 +35,117 @@ LEAST_SAMPLES = 3  # of a line; fewer show nothing
 
 
 @dataclass(slots=True)
-class Entry:
-    """One collective by the flight recorder, which the trace of a gloo job lacks."""
+class Issued:
+    """One collective by the flight recorder, one send or recv by its call: the trace of a gloo job lacks their numbers."""
 
     op: str
     group: str
-    seq: int
-    created_ns: int
+    seq: int  # of a message, among those with these ends
+    at_ns: int  # wall clock
     bytes: int | None
-
-
-@dataclass(slots=True)
-class Message:
-    """One send or recv as the recorder saw its call, which the trace of a gloo job lacks."""
-
-    op: str  # send or recv
-    group: str
-    ends: str  # as `read.message_ends` returns them
-    number: int  # among those with these ends
-    entered_ns: int  # wall clock
-    bytes: int | None
+    ends: str | None = None  # of a message, as `read.message_ends` returns them
 
 
 @dataclass(slots=True)
 class Recorded:
-    """What one rank recorded.
-
-    Attributes:
-        boundaries: (step, wall clock in ns at its end), ascending.
-        lines: (file, line, function, samples) of the training thread.
-        measured: Further fields of `RankTimes`.
-    """
+    """What one rank recorded."""
 
     trace: Trace
-    boundaries: Sequence[tuple[int, int]]
-    entries: Sequence[Entry] = ()
-    lines: Sequence[tuple[str, int, str, int]] = ()
+    boundaries: Sequence[tuple[int, int]]  # (step, wall clock in ns at its end), ascending
+    entries: Sequence[Issued] = ()
+    lines: Sequence[tuple[str, int, str, int]] = ()  # (file, line, function, samples) of the training thread
     samples: int = 0
-    measured: Mapping[str, Any] = field(default_factory=dict)
-    messages: Sequence[Message] = ()
+    measured: Mapping[str, Any] = field(default_factory=dict)  # further fields of `RankTimes`
+    messages: Sequence[Issued] = ()
+    window: Window = EVER  # of the steps that are analysed, on the clock of the trace
+    steps: int = 1
+
+    def compute(self) -> Spans:
+        """Return when the rank computes, disjoint and sorted, on the clock of its trace."""
+        trace = self.trace
+        if trace.compute is not None or trace.device:
+            return union(trace.compute if trace.compute is not None else trace.device, *self.window)
+        calls = ((o.start, o.end) for o in trace.ops if is_comm_call(o.name))
+        # what a loader without workers runs is no computation of the model
+        other = union([*calls, *trace.loads], *self.window)
+        return without(union(((o.start, o.end) for o in trace.ops), *self.window), other)
+
+    def alone(self, spans: Iterable[Window]) -> Spans:
+        """Return when these spans of the host run, and neither computation nor communication."""
+        busy = union([*self.compute(), *((c.start, c.end) for c in self.trace.comms)], *self.window)
+        return without(union(spans, *self.window), busy)
+
+    def operators(self) -> list[Operator]:
+        """Return the operators that began in the window, by self time: without the operators that they call."""
+        if self.trace.operators is not None:
+            return self.trace.operators
+        by_thread: dict[int | str | None, list[Op]] = defaultdict(list)
+        for o in self.trace.ops:
+            if self.window[0] <= o.start < self.window[1]:
+                by_thread[o.thread].append(o)
+        total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+        for of_thread in by_thread.values():
+            of_thread.sort(key=lambda o: (o.start, -o.end))
+            stack: list[Op] = []
+            for o in of_thread:
+                while stack and stack[-1].end <= o.start:
+                    stack.pop()
+                entry = total[o.name]
+                entry[0] += o.end - o.start
+                entry[1] += 1
+                if stack:
+                    total[stack[-1].name][0] -= min(o.end, stack[-1].end) - o.start
+                stack.append(o)
+        steps = self.steps
+        found = [
+            Operator(name=name, self_ms=max(0.0, us) / 1e3 / steps, calls=round(n / steps, 2))
+            for name, (us, n) in total.items()
+        ]
+        return sorted(found, key=lambda o: -o.self_ms)
+
+    def kernels(self) -> tuple[float, float]:
+        """Return how many kernels began per step, and the mean of their µs."""
+        trace, (low, high) = self.trace, self.window
+        if trace.kernels is None:
+            own = [end - start for start, end in trace.device if low <= start < high]
+            trace.kernels = len(own) / self.steps, sum(own) / max(1, len(own))
+        return trace.kernels
+
+    def inputs(self) -> Counter[Input]:
+        """Return the tensors that the operators got and their number, in the order in which they came; nothing without record_shapes."""
+        trace, (low, high) = self.trace, self.window
+        if trace.inputs is None:
+            calls: Counter[tuple[str, str]] = Counter()
+            for o in sorted((o for o in trace.ops if o.inputs), key=lambda o: o.start):
+                if low <= o.start < high and not is_comm_call(o.name):
+                    calls[o.name, o.inputs] += 1
+            trace.inputs = Counter()
+            for (name, text), n in calls.items():
+                for x in shapes_in(text):
+                    trace.inputs[name, x] += n
+        return trace.inputs
+
+    def syncs(self) -> float:
+        """Return how often per step the host waited for its device."""
+        return sum(self.window[0] <= at < self.window[1] for at in self.trace.syncs) / self.steps
+
+    def condense(self) -> None:
+        """Keep of the operators and kernels only what the analysis of these steps needs: a few thousand intervals."""
+        trace = self.trace
+        self.kernels()
+        self.inputs()
+        trace.compute, trace.operators = self.compute(), self.operators()
+        trace.functions = {name: union(spans, *self.window) for name, spans in trace.functions.items()}
+        trace.ops, trace.device = [], []
 
 
-def number_messages(trace: Trace, messages: Sequence[Message]) -> None:
+def number_messages(trace: Trace, messages: Sequence[Issued]) -> None:
     """Give each message of the trace the ends and the number of the call that issued it: the newest one before it.
 
     If two messages follow one call, a call between them is not known, and neither is the second one's.
     """
     for op in ("send", "recv"):
-        calls = sorted((trace.us(m.entered_ns), i) for i, m in enumerate(messages) if m.op == op)
+        calls = sorted((trace.us(m.at_ns), i) for i, m in enumerate(messages) if m.op == op)
         newest = -1
         for c in trace.comms:
             if not c.op.startswith(op) or c.ends is not None:
@@ -90,14 +154,14 @@ def number_messages(trace: Trace, messages: Sequence[Message]) -> None:
             if at <= newest or c.start - calls[at][0] > ISSUED_US:
                 continue
             newest, m = at, messages[calls[at][1]]
-            c.group, c.seq, c.ends, c.bytes = m.group, m.number, m.ends, m.bytes
+            c.group, c.seq, c.ends, c.bytes = m.group, m.seq, m.ends, m.bytes
 
 
-def number_collectives(trace: Trace, entries: Sequence[Entry]) -> None:
+def number_collectives(trace: Trace, entries: Sequence[Issued]) -> None:
     """Give collectives without a group and number those of the nearest entry of the same operation, in order."""
-    by_op: dict[str, list[tuple[float, Entry]]] = defaultdict(list)
+    by_op: dict[str, list[tuple[float, Issued]]] = defaultdict(list)
     for e in entries:
-        by_op[e.op].append((trace.us(e.created_ns), e))
+        by_op[e.op].append((trace.us(e.at_ns), e))
     for of_op in by_op.values():
         of_op.sort(key=lambda pair: pair[0])
     used: dict[str, int] = defaultdict(int)
@@ -114,7 +178,7 @@ def number_collectives(trace: Trace, entries: Sequence[Entry]) -> None:
             used[c.op] = best + 1
 
 
-def joined(traces: Mapping[int, Trace], windows: Mapping[int, Window]) -> dict[Key, dict[int, Comm]]:
+def joined(recorded: Mapping[int, Recorded]) -> dict[Key, dict[int, Comm]]:
     """Return by collective, or message, what each rank recorded of it.
 
     They are joined by group and number; those without a number by their order, if all ranks have as many. A message without
@@ -122,9 +186,9 @@ def joined(traces: Mapping[int, Trace], windows: Mapping[int, Window]) -> dict[K
     """
     found: dict[Key, dict[int, Comm]] = defaultdict(dict)
     unnumbered: dict[tuple[str, str], dict[int, list[Comm]]] = defaultdict(lambda: defaultdict(list))
-    for rank, trace in traces.items():
-        low, high = windows[rank]
-        for c in trace.comms:
+    for rank, r in recorded.items():
+        low, high = r.window
+        for c in r.trace.comms:
             if c.end <= low or c.start >= high or (is_message(c.op) and c.ends is None):
                 continue
             op = c.op if c.ends is None else f"send {c.ends}"
@@ -141,10 +205,7 @@ def joined(traces: Mapping[int, Trace], windows: Mapping[int, Window]) -> dict[K
 
 
 def align(
-    collectives: Mapping[Key, Mapping[int, Comm]],
-    offsets_us: dict[int, float],
-    hosts: Mapping[int, str],
-    doubt_us: float,
+    collectives: Joined, offsets_us: dict[int, float], recorded: Mapping[int, Recorded], doubt_us: float
 ) -> tuple[list[int], dict[int, str]]:
     """Move the clock of each host to that of the first rank; return the ranks that were moved, and by rank which clock it has.
 
@@ -154,7 +215,7 @@ def align(
     """
     together = [of_rank for (_, _, op), of_rank in collectives.items() if synchronizes(op.rstrip("_"))]
     first, *others = sorted(offsets_us)
-    host = {q: hosts[q] or f"rank {q}" for q in offsets_us}
+    host = {q: recorded[q].trace.host or f"rank {q}" for q in offsets_us}
     moves, of_host = {first: 0.0}, {host[first]: 0.0}
     for rank in others:
         ends = [
@@ -166,7 +227,11 @@ def align(
         same = of_host.get(host[rank])
         if same is not None and (len(ends) < LEAST_ENDS or abs(shift - same) <= CLOCK_US):
             shift = same
-        elif statistics.median(abs(x - shift) for x in ends) > doubt_us * math.sqrt(len(ends)) if ends else hosts[rank]:
+        elif (
+            statistics.median(abs(x - shift) for x in ends) > doubt_us * math.sqrt(len(ends))
+            if ends
+            else recorded[rank].trace.host
+        ):
             continue
         moves[rank] = shift
         of_host.setdefault(host[rank], shift)
@@ -181,30 +246,18 @@ def last_rank(of_rank: Mapping[int, Comm]) -> int:
     return max(of_rank, key=lambda q: of_rank[q].start)
 
 
-def rank_times(
-    rank: int,
-    trace: Trace,
-    window: Window,
-    steps: int,
-    compute: Spans,
-    shared: Sequence[tuple[float, Mapping[int, Comm]]],
-) -> RankTimes:
-    """Return where one rank's time goes, in ms per step.
-
-    Args:
-        compute: As `compute_of` returns it.
-        shared: The arrival of the last rank, and the collective by rank.
-    """
-    low, high = window
-    comm = union(((c.start, c.end) for c in trace.comms), low, high)
+def rank_times(rank: int, r: Recorded, compute: Spans, shared: Sequence[tuple[float, Mapping[int, Comm]]]) -> RankTimes:
+    """Return where one rank's time goes, in ms per step; `shared` is the arrival of the last rank, and the collective by rank."""
+    low, high = r.window
+    comm = union(((c.start, c.end) for c in r.trace.comms), low, high)
     busy = union([*compute, *comm], low, high)
-    data_us = length(without(union(trace.loads, low, high), busy))
+    data_us = length(without(union(r.trace.loads, low, high), busy))
     waits = []
     for last, of_rank in shared:
         own = of_rank.get(rank)
         if own is not None and last > own.start:
             waits.append((own.start, min(own.end, last)))
-    per = 1e3 * steps
+    per = 1e3 * r.steps
     comm_us, exposed_us = length(comm), length(without(comm, compute))
     return RankTimes(
         rank=rank,
@@ -216,92 +269,11 @@ def rank_times(
         wait_ms=length(union(waits, low, high)) / per if shared else None,
         idle_ms=(high - low - length(busy) - data_us) / per,
         data_ms=data_us / per,
-        operators=operators_of(trace, window, steps)[:TOP],
+        operators=r.operators()[:TOP],
     )
 
 
-def compute_of(trace: Trace, window: Window) -> Spans:
-    """Return when one rank computes, disjoint and sorted, on the clock of its trace."""
-    low, high = window
-    if trace.compute is not None:
-        return union(trace.compute, low, high)
-    if trace.device:
-        return union(trace.device, low, high)
-    calls = union(((o.start, o.end) for o in trace.ops if is_comm_call(o.name)), low, high)
-    # what a loader without workers runs is no computation of the model
-    other = union([*calls, *trace.loads], low, high)
-    return without(union(((o.start, o.end) for o in trace.ops), low, high), other)
-
-
-def alone(spans: Iterable[Window], trace: Trace, window: Window) -> Spans:
-    """Return when these spans of the host run, and neither computation nor communication."""
-    busy = union([*compute_of(trace, window), *((c.start, c.end) for c in trace.comms)], *window)
-    return without(union(spans, *window), busy)
-
-
-def operators_of(trace: Trace, window: Window, steps: int) -> list[Operator]:
-    return operators(trace.ops, window, steps) if trace.operators is None else trace.operators
-
-
-def kernels_of(trace: Trace, window: Window, steps: int) -> tuple[float, float]:
-    """Return how many kernels began per step, and the mean of their µs."""
-    if trace.kernels is None:
-        own = [end - start for start, end in trace.device if window[0] <= start < window[1]]
-        trace.kernels = len(own) / steps, sum(own) / max(1, len(own))
-    return trace.kernels
-
-
-def inputs_of(trace: Trace, window: Window) -> Counter[Input]:
-    """Return the tensors that the operators got and their number, in the order in which they came; nothing without record_shapes."""
-    if trace.inputs is None:
-        calls: Counter[tuple[str, str]] = Counter()
-        for o in sorted((o for o in trace.ops if o.inputs), key=lambda o: o.start):
-            if window[0] <= o.start < window[1] and not is_comm_call(o.name):
-                calls[o.name, o.inputs] += 1
-        trace.inputs = Counter()
-        for (name, text), n in calls.items():
-            for x in shapes_in(text):
-                trace.inputs[name, x] += n
-    return trace.inputs
-
-
-def condense(trace: Trace, window: Window, steps: int) -> None:
-    """Keep of the operators and kernels only what the analysis of these steps needs: a few thousand intervals."""
-    kernels_of(trace, window, steps)
-    inputs_of(trace, window)
-    trace.compute, trace.operators = compute_of(trace, window), operators_of(trace, window, steps)
-    trace.functions = {name: union(spans, *window) for name, spans in trace.functions.items()}
-    trace.ops, trace.device = [], []
-
-
-def operators(ops: Sequence[Op], window: Window, steps: int) -> list[Operator]:
-    """Return the operators that began in the window, by self time: without the operators that they call."""
-    low, high = window
-    by_thread: dict[int | str | None, list[Op]] = defaultdict(list)
-    for o in ops:
-        if low <= o.start < high:
-            by_thread[o.thread].append(o)
-    total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for of_thread in by_thread.values():
-        of_thread.sort(key=lambda o: (o.start, -o.end))
-        stack: list[Op] = []
-        for o in of_thread:
-            while stack and stack[-1].end <= o.start:
-                stack.pop()
-            entry = total[o.name]
-            entry[0] += o.end - o.start
-            entry[1] += 1
-            if stack:
-                total[stack[-1].name][0] -= min(o.end, stack[-1].end) - o.start
-            stack.append(o)
-    found = [
-        Operator(name=name, self_ms=max(0.0, us) / 1e3 / steps, calls=round(n / steps, 2))
-        for name, (us, n) in total.items()
-    ]
-    return sorted(found, key=lambda o: -o.self_ms)
-
-
-def collective_times(collectives: Mapping[Key, Mapping[int, Comm]], steps: int) -> list[CollectiveTimes]:
+def collective_times(collectives: Joined, steps: int) -> list[CollectiveTimes]:
     """Return the collectives by operation and group, those that take most time first.
 
     Skew is from the first arrival to the last, transfer from the last arrival to the last end.
@@ -333,16 +305,14 @@ def collective_times(collectives: Mapping[Key, Mapping[int, Comm]], steps: int) 
     return sorted(out, key=lambda c: -(c.skew_ms + c.transfer_ms))
 
 
-def module_times(
-    comms: Mapping[int, Sequence[Comm]], computes: Mapping[int, Spans], windows: Mapping[int, Window], steps: int
-) -> list[ModuleTimes]:
+def module_times(recorded: Mapping[int, Recorded], computes: Mapping[int, Spans]) -> list[ModuleTimes]:
     """Return the communication of each module, the mean of all ranks, those with most exposed time first."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for rank, of_rank in comms.items():
-        low, high = windows[rank]
+    for rank, r in recorded.items():
+        low, high = r.window
         covered = Coverage(computes[rank])
         spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        for c in of_rank:
+        for c in r.trace.comms:
             if c.module is not None and low <= c.start < high:
                 spans[c.module].append((c.start, c.end))
         for module, of_module in spans.items():
@@ -350,7 +320,7 @@ def module_times(
             times[0] += len(of_module)
             times[1] += length(busy)
             times[2] += sum(end - start - covered.within(start, end) for start, end in busy)
-    share = max(1, len(comms) * steps)
+    share = max(1, sum(r.steps for r in recorded.values()))
     out = [
         ModuleTimes(
             module=m, per_step=round(n / share, 2), comm_ms=comm / share / 1e3, exposed_ms=exposed / share / 1e3

@@ -12,10 +12,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from distdiag.traces.analyse import last_rank
+from distdiag.traces.analyse import Joined, Recorded, last_rank
 from distdiag.traces.intervals import Coverage, Spans, union, without
 from distdiag.traces.model import CriticalPath, PathTime
-from distdiag.traces.read import Comm
 
 QUEUED_US = 50.0  # between two collectives of one stream
 IN_FLIGHT = 64  # collectives at a time that are searched
@@ -43,26 +42,15 @@ class _Rank:
 
 
 def critical_path(
-    collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
-    computes: Mapping[int, Spans],
-    unmatched: Mapping[int, Spans],
-    loads: Mapping[int, Spans],
-    windows: Mapping[int, tuple[float, float]],
-    steps: int,
+    collectives: Joined, recorded: Mapping[int, Recorded], computes: Mapping[int, Spans], steps: int
 ) -> CriticalPath | None:
-    """Return the critical path in ms per step; None without collectives that ranks share.
-
-    Args:
-        collectives: As `analyse.joined` returns them.
-        computes, unmatched, loads, windows: By rank: its compute, its communication that is not in `collectives`, its waits for
-            the data loader, and its steps.
-    """
+    """Return the critical path in ms per step; None without collectives that ranks share."""
     if not collectives:
         return None
-    ranks = _ranks(collectives, computes, unmatched, loads, windows)
+    ranks = _ranks(collectives, recorded, computes)
     own = {q: [0.0, 0.0, 0.0, 0.0] for q in ranks}  # compute, idle, data, unmatched communication
-    rank = max(windows, key=lambda q: windows[q][1])
-    at = end = windows[rank][1]
+    rank = max(recorded, key=lambda q: recorded[q].window[1])
+    at = end = recorded[rank].window[1]
     transfer_us, came = 0.0, False
     while True:
         r = ranks[rank]
@@ -91,26 +79,22 @@ def critical_path(
     )
 
 
-def _ranks(
-    collectives: Mapping[tuple[str, int, str], Mapping[int, Comm]],
-    computes: Mapping[int, Spans],
-    unmatched: Mapping[int, Spans],
-    loads: Mapping[int, Spans],
-    windows: Mapping[int, tuple[float, float]],
-) -> dict[int, _Rank]:
+def _ranks(collectives: Joined, recorded: Mapping[int, Recorded], computes: Mapping[int, Spans]) -> dict[int, _Rank]:
     """Return what each rank computed and waited for."""
+    matched = {id(c) for of_rank in collectives.values() for c in of_rank.values()}
     ranks = {}
-    for q, (low, high) in windows.items():
-        other = without(unmatched[q], computes[q])
-        data = without(without(union(loads[q], low, high), computes[q]), other)
-        ranks[q] = _Rank(low, computes[q], Coverage(computes[q]), Coverage(other), Coverage(data))
+    for q, r in recorded.items():
+        unmatched = union(((c.start, c.end) for c in r.trace.comms if id(c) not in matched), *r.window)
+        other = without(unmatched, computes[q])
+        data = without(without(union(r.trace.loads, *r.window), computes[q]), other)
+        ranks[q] = _Rank(r.window[0], computes[q], Coverage(computes[q]), Coverage(other), Coverage(data))
     for of_rank in collectives.values():
         last = last_rank(of_rank)
         for q, c in of_rank.items():
             ranks[q].passed.append(_Passed(c.start, c.end, of_rank[last].start, last))
     for q, r in ranks.items():
         r.passed.sort(key=lambda p: p.end)
-        r.exposed = without(union(((p.start, p.end) for p in r.passed), r.begin, windows[q][1]), r.compute)
+        r.exposed = without(union(((p.start, p.end) for p in r.passed), *recorded[q].window), r.compute)
     return ranks
 
 

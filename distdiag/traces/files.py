@@ -11,7 +11,6 @@ import msgspec
 
 from distdiag import guard
 from distdiag.terms.untrusted import is_rank
-from distdiag.traces import analyse
 from distdiag.traces.analyse import Recorded
 from distdiag.traces.merge import MERGED
 from distdiag.traces.model import Missing, Profile
@@ -88,8 +87,8 @@ def _judged(name: str, paths: Sequence[Path], announce: guard.Announce, refused:
             continue
         unmarked = unmarked or not trace.marks
         window = trace.us(boundaries[0][1]), trace.us(boundaries[-1][1])
-        analyse.condense(trace, window, len(boundaries) - 1)
-        recorded[rank] = Recorded(trace, boundaries)
+        recorded[rank] = Recorded(trace, boundaries, window=window, steps=len(boundaries) - 1)
+        recorded[rank].condense()
     if not recorded:
         raise BadTrace(notes[0] if notes else "no trace")
     announce(guard.TOGETHER, total)

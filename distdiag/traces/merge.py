@@ -12,9 +12,9 @@ import msgspec
 from distdiag.files import replacing
 from distdiag.terms.untrusted import all_encodable, visible
 from distdiag.traces import chrome
-from distdiag.traces.analyse import Key, last_rank
+from distdiag.traces.analyse import Joined, last_rank
 from distdiag.traces.chrome import FIRST_RANK, Event, Track, process, span, track
-from distdiag.traces.read import MAX_US, BadTrace, Comm, load
+from distdiag.traces.read import MAX_US, BadTrace, load
 
 MERGED = b'"distdiag":"merged trace"'
 FIRST_TRACK = 9_000_000  # thread ids of the tracks of collectives
@@ -26,18 +26,11 @@ def write(
     files: Mapping[int, Path],
     offsets_us: Mapping[int, float],
     names: Mapping[int, str],
-    collectives: Mapping[Key, Mapping[int, Comm]],
+    collectives: Joined,
 ) -> int:
-    """Write the merged trace (gzipped JSON) and return the number of events.
+    """Write the merged trace (gzipped JSON) and return the number of events; all times are on a clock that ranks share.
 
-    Args:
-        files: By rank: its trace, as `read` has accepted it.
-        offsets_us: By rank: time 0 of its trace on a clock that all ranks share.
-        names: By rank: the name of its process.
-        collectives: On that clock.
-
-    Raises:
-        OSError: a file cannot be read, or the trace not written.
+    By rank: its trace, as `read` has accepted it, the time 0 of it, and the name of its process.
     """
     ranks = (_of_rank(q, p, offsets_us[q], names.get(q, f"rank {q}")) for q, p in sorted(files.items()))
     events = chain(chain.from_iterable(ranks), _joins(collectives))
@@ -70,7 +63,7 @@ def _of_rank(rank: int, path: Path, offset_us: float, name: str) -> Iterator[Eve
         yield all_encodable(e)
 
 
-def _joins(collectives: Mapping[Key, Mapping[int, Comm]]) -> Iterator[Event]:
+def _joins(collectives: Joined) -> Iterator[Event]:
     """Return tracks of collectives in each rank's process, with arrows from the last rank, or the sender, to the others."""
     # by rank: when the last slice of each track ends; slices of one track must not overlap
     lanes: dict[int, list[float]] = {}

@@ -43,6 +43,11 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     stop_ms: float | None = None
     save_ms: float | None = None  # in a thread, mostly with the GIL
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """Of the device's memory, else of the process's."""
+        return self.device_peak_bytes if self.device_peak_bytes is not None else self.rss_peak_bytes
+
 
 def parts_of(r: RankTimes) -> dict[str, float]:
     """Return the parts of a rank's step, ms; together they are the step. `hidden` is communication during compute."""

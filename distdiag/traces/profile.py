@@ -8,9 +8,9 @@ import msgspec
 
 from distdiag.terms.steps import BY_NAME
 from distdiag.traces import analyse
-from distdiag.traces.analyse import Key, Recorded, Spans, Window
+from distdiag.traces.analyse import Joined, Key, Recorded
 from distdiag.traces.critical_path import critical_path
-from distdiag.traces.intervals import union
+from distdiag.traces.intervals import Spans
 from distdiag.traces.model import Comparison, Difference, Missing, Profile, RankTimes, parts_of
 from distdiag.traces.read import Comm
 from distdiag.traces.text import place, ranks_text
@@ -30,11 +30,8 @@ def profile_of(
 ) -> tuple[Profile, dict[Key, dict[int, Comm]], dict[int, float]]:
     """Return the profile, the collectives that ranks share, and the offset of each trace on the common clock (µs).
 
-    The traces' times are moved to that clock.
-
-    Args:
-        chosen: Culprit, peer, and why it is the culprit, if two ranks are compared.
-        same_clock: All ranks are on one host. Else ranks whose collectives end at other times have another clock.
+    The traces' times are moved to that clock. `chosen`: culprit, peer, and why it is the culprit, if two are compared.
+    If not all ranks are on one host (`same_clock`), ranks whose collectives end at other times have another clock.
     """
     missing, notes = list(missing), []
     common = _common_steps(recorded)
@@ -44,33 +41,30 @@ def profile_of(
         missing += [Missing(rank=q, reason="it recorded no step that all ranks recorded") for q in sorted(recorded)]
     origin = min((r.trace.base_ns for r in usable.values()), default=0)
     offsets = {q: (r.trace.base_ns - origin) / 1e3 for q, r in usable.items()}
-    windows: dict[int, Window] = {}
-    for q, r in usable.items():
+    steps = last - before
+    for r in usable.values():
         analyse.number_collectives(r.trace, r.entries)
         analyse.number_messages(r.trace, r.messages)
         ends = dict(r.boundaries)
-        windows[q] = r.trace.us(ends[before]), r.trace.us(ends[last])
-    steps = last - before
-    collectives = analyse.joined({q: r.trace for q, r in usable.items()}, windows)
+        r.window, r.steps = (r.trace.us(ends[before]), r.trace.us(ends[last])), steps
+    collectives = analyse.joined(usable)
     unsure: set[int] = set()
     if usable and not same_clock:
-        doubt_us = LATE_WAIT * min(high - low for low, high in windows.values()) / steps
+        doubt_us = LATE_WAIT * min(r.window[1] - r.window[0] for r in usable.values()) / steps
         collectives, unsure, notes = _on_one_clock(usable, collectives, offsets, doubt_us)
     for q, r in usable.items():  # from here on, all times are on one clock
         r.trace.shift(offsets[q])
-        windows[q] = windows[q][0] + offsets[q], windows[q][1] + offsets[q]
-    computes = {q: analyse.compute_of(r.trace, windows[q]) for q, r in usable.items()}
-    ranks = _rank_times(usable, windows, steps, computes, collectives, unsure)
+        r.window = r.window[0] + offsets[q], r.window[1] + offsets[q]
+    computes = {q: r.compute() for q, r in usable.items()}
+    ranks = _rank_times(usable, computes, collectives, unsure)
     by_kind = analyse.collective_times(collectives, steps)
     world = max((r.trace.world_size or 0 for r in usable.values()), default=0)
-    verdict, advice = verdict_of(ranks, by_kind, collectives, usable, windows, steps, world)
-    unmatched, loads = _unmatched(usable, collectives, windows), {q: r.trace.loads for q, r in usable.items()}
+    verdict, advice = verdict_of(ranks, by_kind, collectives, usable, steps, world)
     profile = Profile(
         run=run, number=number, first_step=before + 1 if common else None, steps=steps, ranks=ranks, missing=missing,
         verdict=verdict, advice=advice, partial=world > len(usable) > 0, collectives=by_kind,
-        modules=analyse.module_times({q: r.trace.comms for q, r in usable.items()}, computes, windows, steps),
-        critical_path=critical_path(collectives, computes, unmatched, loads, windows, steps),
-        comparison=_comparison(usable, windows, steps, ranks, chosen), trace=None, notes=notes,
+        modules=analyse.module_times(usable, computes), critical_path=critical_path(collectives, usable, computes, steps),
+        comparison=_comparison(usable, ranks, chosen), trace=None, notes=notes,
     )  # fmt: skip
     return profile, collectives, offsets
 
@@ -79,7 +73,7 @@ def _on_one_clock(
     recorded: Mapping[int, Recorded], joined: Mapping[Key, dict[int, Comm]], offsets: dict[int, float], doubt_us: float
 ) -> tuple[dict[Key, dict[int, Comm]], set[int], list[str]]:
     """Align the clocks; return the collectives whose members then share one, the members of the others, and notes."""
-    moved, clocks = analyse.align(joined, offsets, {q: r.trace.host for q, r in recorded.items()}, doubt_us)
+    moved, clocks = analyse.align(joined, offsets, recorded, doubt_us)
     known = {key: of_rank for key, of_rank in joined.items() if len({clocks[q] for q in of_rank}) == 1}
     unsure = {q for key, of_rank in joined.items() if key not in known for q in of_rank}
     notes = [f"clocks of {ranks_text(moved)} were aligned: all ranks leave a collective together"] if moved else []
@@ -88,23 +82,13 @@ def _on_one_clock(
     return known, unsure, notes
 
 
-def _unmatched(
-    recorded: Mapping[int, Recorded], collectives: Mapping[Key, Mapping[int, Comm]], windows: Mapping[int, Window]
-) -> dict[int, Spans]:
-    """Return when each rank was in communication of which no other rank's part is known."""
-    matched = {id(c) for of_rank in collectives.values() for c in of_rank.values()}
-    alone = {q: [(c.start, c.end) for c in r.trace.comms if id(c) not in matched] for q, r in recorded.items()}
-    return {q: union(spans, *windows[q]) for q, spans in alone.items()}
-
-
 def _rank_times(
-    recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int, computes: Mapping[int, Spans],
-    collectives: Mapping[Key, Mapping[int, Comm]], unsure: Collection[int],
-) -> list[RankTimes]:  # fmt: skip
+    recorded: Mapping[int, Recorded], computes: Mapping[int, Spans], collectives: Joined, unsure: Collection[int]
+) -> list[RankTimes]:
     shared = [(max(c.start for c in by.values()), by) for by in collectives.values()]
     out = []
     for q, r in sorted(recorded.items()):
-        times = analyse.rank_times(q, r.trace, windows[q], steps, computes[q], shared)
+        times = analyse.rank_times(q, r, computes[q], shared)
         recorded_ms = (r.boundaries[-1][1] - r.boundaries[0][1]) / 1e6 / max(1, len(r.boundaries) - 1)
         lines = analyse.line_times(r.lines, r.samples, recorded_ms)
         wait_ms = None if q in unsure else times.wait_ms
@@ -124,11 +108,7 @@ def _common_steps(recorded: Mapping[int, Recorded]) -> tuple[int, int] | None:
 
 
 def _comparison(
-    recorded: Mapping[int, Recorded],
-    windows: Mapping[int, Window],
-    steps: int,
-    ranks: Sequence[RankTimes],
-    chosen: tuple[int, int, str] | None,
+    recorded: Mapping[int, Recorded], ranks: Sequence[RankTimes], chosen: tuple[int, int, str] | None
 ) -> Comparison | None:
     by_rank = {r.rank: r for r in ranks}
     if chosen is None or chosen[0] not in by_rank or chosen[1] not in by_rank:
@@ -145,8 +125,7 @@ def _comparison(
     for q in (culprit, peer):
         r = recorded[q]
         lines = analyse.line_times(r.lines, r.samples, by_rank[q].step_ms)
-        found = analyse.operators_of(r.trace, windows[q], steps)
-        times["operator"].append({o.name: o.self_ms for o in found})
+        times["operator"].append({o.name: o.self_ms for o in r.operators()})
         times["line"].append({place(x.file, x.line, x.function): x.ms for x in lines})
     for kind, (own, others) in times.items():
         rows += analyse.differences(own, others, least, kind)[:6]

@@ -80,79 +80,56 @@ class _File(msgspec.Struct):
 
 @dataclass(slots=True)
 class Op:
-    """One operator on a host thread; times in µs since `Trace.base_ns`; `inputs`: their shapes as JSON, with record_shapes."""
+    """One operator on a host thread, or a module's forward, or what FSDP does for it; times in µs since `Trace.base_ns`."""
 
     name: str
     start: float
     end: float
-    thread: int | str | None
-    inputs: str = ""
+    thread: int | str | None  # or the stream
+    inputs: str = ""  # their shapes as JSON, with record_shapes
 
 
 @dataclass(slots=True)
 class Comm:
-    """One collective or message as one rank saw it.
-
-    Attributes:
-        seq: Its number in the group; of a message, among those with the same ends.
-        ends: Of a message: sender and receiver, `0->1`, and the tag if it is not 0.
-    """
+    """One collective or message as one rank saw it."""
 
     op: str
     start: float
     end: float
     group: str | None = None
-    seq: int | None = None
+    seq: int | None = None  # its number in the group; of a message, among those with the same ends
     bytes: int | None = None
     thread: int | str | None = None
     module: str | None = None
-    ends: str | None = None
-
-
-@dataclass(slots=True)
-class Mark:
-    """The forward of a module, or what FSDP does for it, on one thread or stream."""
-
-    module: str
-    start: float
-    end: float
-    thread: int | str | None
+    ends: str | None = None  # of a message: sender and receiver, `0->1`, and the tag if it is not 0
 
 
 @dataclass(slots=True)
 class Trace:
-    """One rank's trace.
-
-    Attributes:
-        world_size: Of the job; None if not in the file.
-        base_ns: Wall clock of time 0; 0 if not in the file.
-        device: (start, end) of kernels and copies that compute; empty if only the host was traced.
-        marks: ProfilerStep annotations: (number, start, end).
-        parts: What `record_function` names on the host, as the optimizer's step; `syncs`: when the host began to wait for its device.
-        functions: By name and line: (start, end) of the user's functions, with with_stack=True.
-        loads: (start, end) of waits for the data loader; `own_loads` if the training process itself loads (num_workers=0).
-        host, where: Its host; its host and device, as `gpu-7, GPU 3 (NVIDIA A100)`; empty if not in the file.
-        compute, operators, kernels, inputs: Taken from `ops` and `device` by `analyse.condense`, which empties both.
-    """
+    """One rank's trace."""
 
     rank: int | None
-    base_ns: int
+    base_ns: int  # wall clock of time 0; 0 if not in the file
     ops: list[Op] = field(default_factory=list)
     comms: list[Comm] = field(default_factory=list)
+    # of kernels and copies that compute; empty if only the host was traced
     device: list[tuple[float, float]] = field(default_factory=list)
+    # ProfilerStep annotations: (number, start, end)
     marks: list[tuple[int, float, float]] = field(default_factory=list)
-    loads: list[tuple[float, float]] = field(default_factory=list)
-    own_loads: bool = False
-    parts: list[Op] = field(default_factory=list)
-    syncs: list[float] = field(default_factory=list)
+    loads: list[tuple[float, float]] = field(default_factory=list)  # waits for the data loader
+    own_loads: bool = False  # the training process itself loads (num_workers=0)
+    parts: list[Op] = field(default_factory=list)  # what `record_function` names on the host, as the optimizer's step
+    syncs: list[float] = field(default_factory=list)  # when the host began to wait for its device
+    # by name and line: of the user's functions, with with_stack=True
     functions: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     host: str = ""
-    where: str = ""
+    where: str = ""  # its host and device, as `gpu-7, GPU 3 (NVIDIA A100)`; empty if not in the file
+    # this and the next three: taken from `ops` and `device` by `Recorded.condense`, which empties both
     compute: list[tuple[float, float]] | None = None
     operators: list[Operator] | None = None
     kernels: tuple[float, float] | None = None
     inputs: Counter[Input] | None = None
-    world_size: int | None = None
+    world_size: int | None = None  # of the job; None if not in the file
 
     def us(self, wall_ns: int) -> float:
         """Return a wall-clock time as µs of this trace."""
@@ -191,12 +168,7 @@ def shapes_in(text: str) -> Iterator[tuple[int, ...]]:
 
 
 def load(path: Path) -> bytes:
-    """Return a trace file's JSON, unpacked.
-
-    Raises:
-        BadTrace: it is too large, or damaged.
-        OSError: it cannot be read.
-    """
+    """Return a trace file's JSON, unpacked; BadTrace if it is too large or damaged, OSError if it cannot be read."""
     try:
         with guard.opened(path) as f:
             data = f.read(MAX_FILE_BYTES + 1)
@@ -208,12 +180,7 @@ def load(path: Path) -> bytes:
 
 
 def read(path: Path, announce: Announce = lambda _step, _bytes: None) -> Trace:
-    """Return the trace in a file.
-
-    Raises:
-        BadTrace: it is no Kineto trace, too large, or damaged.
-        OSError: it cannot be read.
-    """
+    """Return the trace in a file; raises what `load` and `parse` raise."""
     announce(str(path), guard.stored_bytes(path))
     data = load(path)
     announce(str(path), len(data))
@@ -221,11 +188,7 @@ def read(path: Path, announce: Announce = lambda _step, _bytes: None) -> Trace:
 
 
 def parse(data: bytes) -> Trace:
-    """Return a trace from its JSON.
-
-    Raises:
-        BadTrace: it is no Kineto trace.
-    """
+    """Return a trace from its JSON; BadTrace if it is no Kineto trace."""
     try:
         found = msgspec.json.decode(data, type=_File)
     except (msgspec.DecodeError, ValueError, RecursionError) as e:
@@ -256,8 +219,8 @@ def _device(found: _File) -> str:
 
 def _sort(trace: Trace, events: Iterable[_Event]) -> None:
     device_comms: list[Comm] = []
-    marks: list[Mark] = []
-    forwards: list[Mark] = []
+    marks: list[Op] = []
+    forwards: list[Op] = []
     shapes: dict[bytes, str] = {}
     for e in events:
         if e.ph != "X" or e.ts is None or not -MAX_US < e.ts < MAX_US:
@@ -284,9 +247,9 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
             trace.syncs.append(e.ts)
         if e.cat in ("user_annotation", "gpu_user_annotation"):
             if (m := _FSDP.fullmatch(e.name)) is not None:
-                marks.append(Mark(m[1] or ROOT, e.ts, end, e.tid))
+                marks.append(Op(m[1] or ROOT, e.ts, end, e.tid))
             elif (m := _MODULE.fullmatch(e.name)) is not None:
-                forwards.append(Mark(m[1], e.ts, end, e.tid))
+                forwards.append(Op(m[1], e.ts, end, e.tid))
     # then the annotations of the host show when a collective was issued, not when it ran
     if trace.device or device_comms:
         trace.comms = device_comms
@@ -316,7 +279,7 @@ def _function(trace: Trace, name: str, start: float, end: float) -> None:
         trace.functions.setdefault(place(m[1], int(m[2]), m[3]), []).append((start, end))
 
 
-def _backwards(events: Iterable[_Event], forwards: Sequence[Mark]) -> list[Mark]:
+def _backwards(events: Iterable[_Event], forwards: Sequence[Op]) -> list[Op]:
     """Return a mark for each autograd function that runs backward: the module in whose forward it was recorded.
 
     Both have the same number; of several operators with it, the last one recorded the function.
@@ -332,16 +295,16 @@ def _backwards(events: Iterable[_Event], forwards: Sequence[Mark]) -> list[Mark]
     numbered.sort(key=lambda x: x[0])
     modules = _innermost([(ts, thread) for ts, _, thread in numbered], forwards)
     of_number = {n: m for (_, n, _), m in zip(numbered, modules, strict=True) if m is not None}
-    return [Mark(of_number[n], start, end, thread) for n, start, end, thread in backward if n in of_number]
+    return [Op(of_number[n], start, end, thread) for n, start, end, thread in backward if n in of_number]
 
 
-def _innermost(at: Sequence[tuple[float, int | str | None]], marks: Sequence[Mark]) -> list[str | None]:
+def _innermost(at: Sequence[tuple[float, int | str | None]], marks: Sequence[Op]) -> list[str | None]:
     """Return for each (time, thread), ascending, the module of the innermost mark on this thread or stream.
 
     On a thread without marks, as gloo's own ones, the marks of all threads count.
     """
     ordered = sorted(marks, key=lambda m: m.start)
-    by_thread: dict[int | str | None, list[Mark]] = defaultdict(list)
+    by_thread: dict[int | str | None, list[Op]] = defaultdict(list)
     for m in ordered:
         by_thread[m.thread].append(m)
     last: dict[int | str | None, int] = defaultdict(int)  # by thread: marks that have begun
@@ -354,11 +317,11 @@ def _innermost(at: Sequence[tuple[float, int | str | None]], marks: Sequence[Mar
             last[thread] += 1
         while heap and near[-heap[0]].end < t:  # it has ended for all later times, too
             heapq.heappop(heap)
-        out.append(near[-heap[0]].module if heap else None)
+        out.append(near[-heap[0]].name if heap else None)
     return out
 
 
-def _name_modules(comms: Sequence[Comm], ops: Iterable[Op], marks: Sequence[Mark]) -> None:
+def _name_modules(comms: Sequence[Comm], ops: Iterable[Op], marks: Sequence[Op]) -> None:
     """Give each collective, ascending by start, the module of the innermost mark in which it was issued."""
     at = _issued(comms, ops, {m.thread for m in marks}) if marks else []
     order = sorted(range(len(at)), key=lambda i: at[i][0])

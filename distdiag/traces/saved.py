@@ -15,11 +15,6 @@ MAX_BYTES = 32 * 1024 * 1024
 
 
 def write(folder: Path, profile: Profile) -> None:
-    """Write a profile into the directory of its results.
-
-    Raises:
-        OSError: it cannot be written.
-    """
     files.write(folder, FILE, msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
 
 

@@ -41,7 +41,9 @@ def lines(p: Profile) -> list[str]:
     if p.critical_path is not None and p.critical_path.step_ms > 0:
         out += ["", *wrapped(path_text(p.critical_path, p.partial))]
     if p.collectives:
-        out += ["", *table([_collective_head(p.partial), *map(_collective, p.collectives[:TOP])], left=(0, 1))]
+        transfer = "transfer or wait ms" if p.partial else "transfer ms"
+        head = ("collective", "group", "per step", "bytes", "skew ms", transfer, "arrives last")
+        out += ["", *table([head, *map(_collective, p.collectives[:TOP])], left=(0, 1))]
     if p.modules:
         out += ["", *table([_MODULE_HEAD, *map(_module, p.modules[:TOP])])]
     for r in p.ranks if p.comparison is None else ():
@@ -79,13 +81,7 @@ _HEAD = ("rank", "step", "compute", "comm", "overlap", "exposed", "waits for ran
 
 def _times(r: RankTimes) -> tuple[str, ...]:
     times = (r.step_ms, r.compute_ms, r.comm_ms, r.overlap_ms, r.exposed_ms, r.wait_ms, r.data_ms, r.idle_ms)
-    memory = r.device_peak_bytes if r.device_peak_bytes is not None else r.rss_peak_bytes
-    return (str(r.rank), *map(ms_text, times), size_text(memory))
-
-
-def _collective_head(partial: bool) -> tuple[str, ...]:
-    transfer = "transfer or wait ms" if partial else "transfer ms"
-    return ("collective", "group", "per step", "bytes", "skew ms", transfer, "arrives last")
+    return (str(r.rank), *map(ms_text, times), size_text(r.peak_bytes))
 
 
 def _collective(c: CollectiveTimes) -> tuple[str, ...]:
@@ -111,8 +107,7 @@ def _module(m: ModuleTimes) -> tuple[str, ...]:
 def path_text(p: CriticalPath, partial: bool = False) -> str:
     """Return the critical path in one line: what sets the length of a step, largest first.
 
-    Args:
-        partial: Ranks of the job have no trace.
+    It is `partial` if ranks of the job have no trace.
     """
     parts = [(r.compute_ms, f"compute of rank {r.rank}") for r in p.ranks]
     parts += [(r.idle_ms, f"rank {r.rank} idle") for r in p.ranks]

@@ -13,13 +13,13 @@ from distdiag.terms.operations import family
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import percent, size_text
 from distdiag.terms.untrusted import visible
-from distdiag.traces import analyse
-from distdiag.traces.analyse import Key, Recorded, Window
+from distdiag.traces.analyse import Joined, Recorded, last_rank
 from distdiag.traces.intervals import Coverage, Spans, length, union
 from distdiag.traces.model import CollectiveTimes, RankTimes
-from distdiag.traces.read import Comm, is_message
+from distdiag.traces.read import is_message
 from distdiag.traces.text import NAME, ms_text
 
+Shared = tuple[float, str, str]  # share of a step that every rank loses, what it loses it to, and what to do
 LATE_SHARE, LATE_WAIT = 0.6, 0.05  # of all skew, of a step: from here on one rank is named
 LATE_STEPS, LEAST_STEPS = 0.8, 0.3  # share of the steps with a late rank in which it must be the latest; of all steps
 CHANCE = 0.05  # a rank that is not the latest in all these steps is named if chance makes one so often the latest with less than this
@@ -84,14 +84,14 @@ _OPTIMIZER = "; an optimizer reads each parameter's `step`: keep those on the CP
 
 
 def verdict_of(
-    ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], collectives: Mapping[Key, Mapping[int, Comm]], recorded: Mapping[int, Recorded],
-    windows: Mapping[int, Window], steps: int, world: int,
+    ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], collectives: Joined, recorded: Mapping[int, Recorded],
+    steps: int, world: int,
 ) -> tuple[str | None, str | None]:  # fmt: skip
     """Return the rank that the others wait for, and why, else what every rank waits for; and what to do about it."""
     partial, absent = world > len(ranks), sorted(set(range(world)) - set(recorded))
     last = _late_rank(collectives, recorded, steps)
     late, led = last or (-1, 0)
-    most, step = _wait_for(late, collectives, windows, steps), max((r.step_ms for r in ranks), default=0.0)
+    most, step = _wait_for(late, collectives, recorded), max((r.step_ms for r in ranks), default=0.0)
     exposed_ms = {r.rank: r.exposed_ms for r in ranks}
     # a rank that waited as long for messages comes last because of these, as the first stage of a pipeline does
     gained = max(exposed_ms.values(), default=0.0) - exposed_ms.get(late, 0.0)
@@ -99,28 +99,21 @@ def verdict_of(
         often = "" if led == steps else f" in {led} of {steps} steps"
         among = f"of the {len(ranks)} ranks with a trace, of {world:,}, " if partial else ""
         waited = f"others wait up to {ms_text(most)} ms of a step of {ms_text(step)} ms for it"
-        why, advice = _more(late, ranks, recorded, windows, steps)
+        why, advice = _more(late, ranks, recorded)
         advice += f"; {_TRACE_TOO.format(absent=fold_ranks(absent))}" if partial else ""
         return f"{among}rank {late} comes last to the collectives{often}: {waited}{why}", advice
-    shared = (
-        _input(ranks, recorded, windows, partial),
-        _exposed(ranks, by_kind, partial, _forwards(recorded, windows, steps)),
-    )
-    found = max((x for x in shared if x), default=None, key=lambda x: x[0]) or _idle_devices(
-        ranks, recorded, windows, steps
-    )
+    shared = _input(ranks, recorded, partial), _exposed(ranks, by_kind, partial, _forwards(recorded))
+    found = max((x for x in shared if x), default=None, key=lambda x: x[0]) or _idle_devices(ranks, recorded, steps)
     return (found[1], found[2].format(absent=fold_ranks(absent))) if found else (None, None)
 
 
-def _input(
-    ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], windows: Mapping[int, Window], partial: bool
-) -> tuple[float, str, str] | None:
-    """Return the share of a step that every rank waits for data, also without the step that waits longest; and what to do."""
+def _input(ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], partial: bool) -> Shared | None:
+    """Judge the share of a step that every rank waits for data, also without the step that waits longest."""
     least = min((r for r in ranks if r.step_ms > 0), key=lambda r: r.data_ms / r.step_ms, default=None)
     if least is None or (share := least.data_ms / least.step_ms) < SHARED:
         return None
-    for q, r in recorded.items():
-        data, (low, high) = Coverage(analyse.alone(r.trace.loads, r.trace, windows[q])), windows[q]
+    for r in recorded.values():
+        data, (low, high) = Coverage(r.alone(r.trace.loads)), r.window
         ends = [r.trace.us(ns) for _, ns in r.boundaries]
         waits = sorted((data.within(a, b), b - a) for a, b in pairwise(ends) if low < (a + b) / 2 < high)
         waits = waits[:-1] or waits  # the first batch of an epoch waits for the workers' start
@@ -132,39 +125,32 @@ def _input(
     return share, text, _INPUT.format(workers=_OWN_LOADS if own_loads else _WORKERS)
 
 
-def _idle_devices(
-    ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int
-) -> tuple[float, str, str] | None:
-    """Return the share of a step in which every rank's device does nothing; and what to do. None for a trace of hosts or of one step."""
+def _idle_devices(ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], steps: int) -> Shared | None:
+    """Judge the share of a step in which every rank's device does nothing. None for a trace of hosts or of one step."""
     least = min((r for r in ranks if r.step_ms > 0), key=lambda r: r.idle_ms / r.step_ms, default=None)
-    on_device = all(analyse.kernels_of(r.trace, windows[q], steps)[0] for q, r in recorded.items())
+    on_device = all(r.kernels()[0] for r in recorded.values())
     if least is None or steps < 2 or not on_device or (share := least.idle_ms / least.step_ms) < SHARED:
         return None
-    syncs = min(_syncs(r, windows[q], steps) for q, r in recorded.items())
+    syncs = min(r.syncs() for r in recorded.values())
     often = syncs >= SEVERAL
     text = f"every rank's device is idle for at least {percent(share)} of a step, {ms_text(least.idle_ms)} of {ms_text(least.step_ms)} ms"
     text += f"; its host waits for it {syncs:g} times per step" if often else ""
     return share, text, _ALL_SYNCS if often else _LAUNCHES
 
 
-def _syncs(r: Recorded, window: Window, steps: int) -> float:
-    """Return how often per step a host waited for its device."""
-    return sum(window[0] <= at < window[1] for at in r.trace.syncs) / steps
-
-
-def _forwards(recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int) -> float:
+def _forwards(recorded: Mapping[int, Recorded]) -> float:
     """Return how many forwards of DDP a step has, on the rank with fewest."""
     counts = []
-    for q, r in recorded.items():
-        low, high = windows[q]
-        counts.append(sum(low <= x.start < high for x in r.trace.parts if x.name == "DistributedDataParallel.forward"))
-    return min(counts, default=0) / max(1, steps)
+    for r in recorded.values():
+        parts = (x.start for x in r.trace.parts if x.name == "DistributedDataParallel.forward")
+        counts.append(sum(r.window[0] <= start < r.window[1] for start in parts) / r.steps)
+    return min(counts, default=0.0)
 
 
 def _exposed(
     ranks: Sequence[RankTimes], by_kind: Sequence[CollectiveTimes], partial: bool, forwards: float
-) -> tuple[float, str, str] | None:
-    """Return the share of a step that communication takes on every rank, and computation does not hide; and what to do."""
+) -> Shared | None:
+    """Judge the share of a step that communication takes on every rank, and computation does not hide."""
     known = (r for r in ranks if r.step_ms > 0 and r.wait_ms is not None)
     exposed = [(r.exposed_ms - min(r.wait_ms or 0.0, r.exposed_ms), r.step_ms) for r in known]
     if not 2 <= len(exposed) == len(ranks) or (share := min(ms / step_ms for ms, step_ms in exposed)) < SHARED:
@@ -191,21 +177,18 @@ def _exposed(
     return share, text, _SMALL
 
 
-def _wait_for(
-    late: int, collectives: Mapping[Key, Mapping[int, Comm]], windows: Mapping[int, Window], steps: int
-) -> float:
+def _wait_for(late: int, collectives: Joined, recorded: Mapping[int, Recorded]) -> float:
     """Return how long a rank waits at most for the late one in collectives to which that comes last, in ms per step."""
     spans: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for (_, _, op), of_rank in collectives.items():
-        if not is_message(op) and analyse.last_rank(of_rank) == late:
+        if not is_message(op) and last_rank(of_rank) == late:
             for q, c in of_rank.items():
                 spans[q].append((c.start, min(c.end, of_rank[late].start)))
-    return max((length(union(x, *windows[q])) for q, x in spans.items()), default=0.0) / 1e3 / max(1, steps)
+    waits = (length(union(x, *recorded[q].window)) / 1e3 / recorded[q].steps for q, x in spans.items())
+    return max(waits, default=0.0)
 
 
-def _late_rank(
-    collectives: Mapping[Key, Mapping[int, Comm]], recorded: Mapping[int, Recorded], steps: int
-) -> tuple[int, int] | None:
+def _late_rank(collectives: Joined, recorded: Mapping[int, Recorded], steps: int) -> tuple[int, int] | None:
     """Return the rank that causes most of the skew, and in how many steps; None if others are as often the latest.
 
     Only steps in which the last arrival costs a share of the step count.
@@ -217,7 +200,7 @@ def _late_rank(
     for (_, _, op), of_rank in collectives.items():
         if is_message(op):  # a stage waits for the one before it by design
             continue
-        late = analyse.last_rank(of_rank)
+        late = last_rank(of_rank)
         skew = round(of_rank[late].start - min(c.start for c in of_rank.values()))  # µs
         total[late] += skew
         step = bisect_left(ends, of_rank[late].start)
@@ -227,9 +210,8 @@ def _late_rank(
         return None
     late, most = total.most_common(1)[0]
     led = sum(late == of_step.most_common(1)[0][0] for of_step in by_step.values())
-    often = led >= max(LATE_STEPS * len(by_step), LEAST_STEPS * steps) and not _by_chance(
-        led, len(by_step), len(recorded)
-    )
+    often = led >= max(LATE_STEPS * len(by_step), LEAST_STEPS * steps)
+    often = often and not _by_chance(led, len(by_step), len(recorded))
     return (late, led) if often and led >= min(2, steps) and most >= LATE_SHARE * total.total() else None
 
 
@@ -239,14 +221,11 @@ def _by_chance(led: int, steps: int, ranks: int) -> bool:
     return led < steps and ranks * ways >= CHANCE * ranks**steps
 
 
-def _more(
-    late: int, ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int
-) -> tuple[str, str]:
+def _more(late: int, ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded]) -> tuple[str, str]:
     """Return what takes the late rank longer than the others: its data loader, its computation, or time in neither; and what to do."""
-    own, trace = next(r for r in ranks if r.rank == late), recorded[late].trace
-    data_ms = {q: length(union(r.trace.loads, *windows[q])) / 1e3 / steps for q, r in recorded.items() if r.trace.loads}
-    kernels = {q: analyse.kernels_of(r.trace, windows[q], steps) for q, r in recorded.items()}
-    slower, computing = _kernels(late, kernels, recorded, windows)
+    own, trace, steps = next(r for r in ranks if r.rank == late), recorded[late].trace, recorded[late].steps
+    data_ms = {q: length(union(r.trace.loads, *r.window)) / 1e3 / steps for q, r in recorded.items() if r.trace.loads}
+    slower, computing = _kernels(late, recorded)
     times = [
         ("its data loader takes", data_ms, "", _DATA),
         ("it computes for", {r.rank: r.compute_ms for r in ranks}, slower, computing),
@@ -264,22 +243,20 @@ def _more(
     # the loader is named first: a wait for it is also time in which nothing is computed
     text, advice = next(((text, advice) for more, text, advice in found if more >= MOST * most), ("", _UNKNOWN))
     spans = {
-        q: analyse.alone([windows[q]], r.trace, windows[q]) if advice is _IDLE
-        else union(r.trace.loads, *windows[q]) if advice is _DATA
-        else [] if kernels[q][0] else analyse.compute_of(r.trace, windows[q])
+        q: r.alone([r.window]) if advice is _IDLE
+        else union(r.trace.loads, *r.window) if advice is _DATA
+        else [] if r.kernels()[0] else r.compute()
         for q, r in recorded.items()
     }  # fmt: skip
-    text += _function(late, 1e3 * MOST * most * steps, spans, recorded, steps) if text else ""
+    text += _function(late, 1e3 * MOST * most * steps, spans, recorded) if text else ""
     if advice is _IDLE:
-        inside, advice = _idle(late, MOST * most, recorded, windows, steps)
+        inside, advice = _idle(late, MOST * most, recorded)
         text += inside
     where, workers = f" ({trace.where})" if trace.where else "", _OWN_LOADS if trace.own_loads else _WORKERS
     return text, advice.format(late=late, where=where, workers=workers)
 
 
-def _function(
-    late: int, least_us: float, spans: Mapping[int, Spans], recorded: Mapping[int, Recorded], steps: int
-) -> str:
+def _function(late: int, least_us: float, spans: Mapping[int, Spans], recorded: Mapping[int, Recorded]) -> str:
     """Return the user's innermost function in which the late rank spends at least so much more of these spans; empty if none is known."""
     times: dict[str, dict[int, float]] = defaultdict(lambda: dict.fromkeys(recorded, 0.0))
     for q, r in recorded.items():
@@ -288,23 +265,19 @@ def _function(
             times[name][q] = sum(inside.within(start, end) for start, end in of_name)
     more = {name: x[late] - statistics.median(us for q, us in x.items() if q != late) for name, x in times.items()}
     found = min((name for name, us in more.items() if us >= least_us), key=lambda name: times[name][late], default="")
-    return f", {ms_text(times[found][late] / 1e3 / steps)} ms of it in {found}" if found else ""
+    return f", {ms_text(times[found][late] / 1e3 / recorded[late].steps)} ms of it in {found}" if found else ""
 
 
-def _idle(
-    late: int, most: float, recorded: Mapping[int, Recorded], windows: Mapping[int, Window], steps: int
-) -> tuple[str, str]:
+def _idle(late: int, most: float, recorded: Mapping[int, Recorded]) -> tuple[str, str]:
     """Return in which part of the step the late rank is idle `most` ms longer, and how often it waits for its device; and what to do."""
     parts: dict[str, dict[int, Spans]] = defaultdict(lambda: {q: [] for q in recorded})
-    syncs, items = {}, {}
+    syncs, steps = {q: r.syncs() for q, r in recorded.items()}, recorded[late].steps
     for q, r in recorded.items():
         spans: dict[str, Spans] = defaultdict(list)
         for x in r.trace.parts:
             spans[x.name].append((x.start, x.end))
         for name, of_name in spans.items():
-            parts[name][q] = analyse.alone(of_name, r.trace, windows[q])
-        syncs[q] = _syncs(r, windows[q], steps)
-        items[q] = sum(o.calls for o in analyse.operators_of(r.trace, windows[q], steps) if o.name == "aten::item")
+            parts[name][q] = r.alone(of_name)
     longer = []
     for name, of_rank in parts.items():
         gaps, least_us = of_rank.pop(late), 1e3 * most * steps
@@ -313,20 +286,21 @@ def _idle(
     ms, name, gaps = min(longer, default=(0.0, "", []))  # the innermost one
     text = f", {ms_text(ms)} ms of it in its {visible(name)[:NAME]}" if name else ""
     own, usual = syncs.pop(late), statistics.median(syncs.values())
-    gaps = gaps or analyse.alone([windows[late]], recorded[late].trace, windows[late])
+    gaps = gaps or recorded[late].alone([recorded[late].window])
     if own < 2 * usual + 1 or max(end - start for start, end in gaps) > 1e3 * most / 2:  # one pause, no waits
         return text, _IDLE
     text += f"; it waits for its device {own:g} times per step (median of the others: {usual:g})"
-    text += f", {min(own, items[late]):g} times in aten::item" if items[late] >= own / 2 else ""
+    items = sum(o.calls for o in recorded[late].operators() if o.name == "aten::item")
+    text += f", {min(own, items):g} times in aten::item" if items >= own / 2 else ""
     return text, _SYNCS + (_OPTIMIZER if name.startswith("Optimizer.step#") else "")
 
 
-def _larger(late: int, longer: float, recorded: Mapping[int, Recorded], windows: Mapping[int, Window]) -> str | None:
+def _larger(late: int, longer: float, recorded: Mapping[int, Recorded]) -> str | None:
     """Return by example which inputs are larger, if that explains why kernels take `longer` times as long; empty if all are equal.
 
     None if it explains too little, or a trace has no shapes.
     """
-    inputs = {q: analyse.inputs_of(r.trace, windows[q]) for q, r in recorded.items()}
+    inputs = {q: r.inputs() for q, r in recorded.items()}
     own, peers = inputs.pop(late), list(inputs.items())
     if not own or not all(of_peer for _, of_peer in peers):
         return None
@@ -345,19 +319,14 @@ def _larger(late: int, longer: float, recorded: Mapping[int, Recorded], windows:
     return None
 
 
-def _kernels(
-    late: int,
-    of_rank: Mapping[int, tuple[float, float]],
-    recorded: Mapping[int, Recorded],
-    windows: Mapping[int, Window],
-) -> tuple[str, str]:
+def _kernels(late: int, recorded: Mapping[int, Recorded]) -> tuple[str, str]:
     """Return whether the late rank runs more kernels than the others, or as many that take longer, and what to do.
 
-    The text is empty without a device.
+    Without a device the text is empty.
     """
-    others = [x for q, x in of_rank.items() if q != late]
+    others = [r.kernels() for q, r in recorded.items() if q != late]
     usual, usual_us = (statistics.median(x[i] for x in others) for i in (0, 1)) if others else (0.0, 0.0)
-    number, us = of_rank[late]
+    number, us = recorded[late].kernels()
     if not usual or not usual_us:
         return "", _MORE_WORK
     more, longer = number / usual, us / usual_us
@@ -366,7 +335,7 @@ def _kernels(
     if more <= 1 - MORE_SHARE or longer < 1 + MORE_SHARE:
         return "", _MORE_KERNELS
     text = f", in as many kernels, on average {longer:.2f} times as long"
-    inputs = _larger(late, longer, recorded, windows)
+    inputs = _larger(late, longer, recorded)
     if inputs:
         return f"{text}, as its inputs are larger{inputs}", _LARGER
     if inputs is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -20,7 +21,6 @@ RANK_ZERO_GRACE_S = 20.0  # for rank 0 to print the error, before another rank's
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run the job and end the process with a code of the contract."""
     try:
         _interruptible()
         code = _run(sys.argv[1:] if argv is None else argv)
@@ -68,10 +68,8 @@ def leave(code: int) -> NoReturn:
     except BaseException as e:
         sys.excepthook(type(e), e, e.__traceback__)
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # its reader has ended
             stream.flush()
-        except (OSError, ValueError):  # its reader has ended
-            pass
     os._exit(code)
 
 

@@ -33,12 +33,7 @@ def derived_seed(*parts: int | str) -> int:
 
 
 class Shard(DistributedSampler):
-    """The samples of one rank in one epoch, from any position on.
-
-    Args:
-        samples: Number of samples in the training set.
-        count: Number of samples that the rank uses in an epoch; the rest, less than a step, is left out.
-    """
+    """The samples of one rank in one epoch, from any position on; `count` of them are used, the rest is less than a step."""
 
     def __init__(self, samples: int, rank: int, world_size: int, seed: int, count: int) -> None:
         super().__init__(range(samples), world_size, rank, shuffle=True, seed=seed)  # type: ignore[arg-type]
@@ -81,7 +76,6 @@ class BatchedInput:
         self._shard = share.sampler()
 
     def epoch(self, epoch: int, start: int = 0) -> Iterable[Batch]:
-        """Return the batches of an epoch, from batch `start` on."""
         self._shard.set_epoch(epoch)
         order = torch.tensor(list(self._shard), dtype=torch.long)
         return self._cut(order.split(self._share.batch_size), epoch, start)
@@ -143,7 +137,6 @@ class WorkersInput:
         )
 
     def epoch(self, epoch: int, start: int = 0) -> Iterable[Batch]:
-        """Return the batches of an epoch, from batch `start` on."""
         self._sampler.set_epoch(epoch)
         self._sampler.start = start * self._batch_size
         self._dataset.epoch = epoch

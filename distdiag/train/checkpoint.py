@@ -31,12 +31,7 @@ class Checkpoints:
         self.newest: Path | None = None
 
     def save(self, state: dict[str, Any], step: int) -> None:
-        """Write a checkpoint; a failing disk does not end the job. Collective: all ranks call it after the same step.
-
-        Args:
-            state: State to save; the random states of all ranks are added.
-            step: Number of optimizer steps done.
-        """
+        """Write a checkpoint with the random states of all ranks; a failing disk does not end the job. Collective."""
         random_states = self._ranks.gather(random_state())
         if self._ranks.rank == 0:
             path = self.directory / f"step-{step:08d}.pt"
@@ -114,7 +109,6 @@ def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
 
 
 def check_fits(state: dict[str, Any], config: TrainConfig, ranks: Ranks, data_fingerprint: str) -> None:
-    """Check that this run would continue like the run that wrote the checkpoint."""
     if state["world_size"] != ranks.world_size:
         raise DistdiagError(
             f"the checkpoint was written by {state['world_size']} ranks, this job has {ranks.world_size}",
@@ -135,5 +129,4 @@ def check_fits(state: dict[str, Any], config: TrainConfig, ranks: Ranks, data_fi
 
 
 def options_of(config: TrainConfig) -> dict[str, Any]:
-    """Return the options that a resumed run must share."""
     return {name: getattr(config, name) for name in _MUST_AGREE}

@@ -55,21 +55,12 @@ class ImageSet:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A training and a test set.
-
-    Args:
-        name: What it is; "CIFAR-10" only for the published files.
-        fingerprint: Digest over the digests of its files: the same data, the same fingerprint, in either format.
-        source: Where it was found.
-        notice: A line to print if it is not the requested one.
-    """
-
-    name: str
+    name: str  # "CIFAR-10" only for the published files
     train: ImageSet
     test: ImageSet
-    fingerprint: str
-    source: str = "memory"
-    notice: str | None = None
+    fingerprint: str  # digest over the digests of its files: the same data, the same fingerprint
+    source: str = "memory"  # where it was found
+    notice: str | None = None  # a line to print if it is not the requested one
 
 
 def locate(folder: Path) -> Path:
@@ -89,11 +80,7 @@ def locate(folder: Path) -> Path:
 
 
 def read_data_set(folder: Path, remedy: str | None = None) -> DataSet:
-    """Return all images and labels of a folder; each file is checked.
-
-    Args:
-        folder: As `locate` takes it.
-        remedy: Hint for a damaged folder; default: to unpack the published archive again.
+    """Return all images and labels of a folder; each file is checked. `remedy` is the hint for a damaged one.
 
     Raises:
         DistdiagError: a file is missing, corrupt, unreadable or not of the format; the message names the file.

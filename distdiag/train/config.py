@@ -161,7 +161,6 @@ def _number(kind: type, option: str, lowest: float) -> Any:
 
 
 def build_command() -> click.Command:
-    """Return the click command, with one option for each field."""
     return click.Command(
         None,
         context_settings=SETTINGS,
@@ -177,7 +176,6 @@ _ONLY_WITH = {"bucket_mb": "ddp", "schedule": "pipeline", "micro_batches": "pipe
 
 
 def check_strategy(config: TrainConfig, world_size: int, launched: bool) -> None:
-    """Check that the strategy fits the number of ranks and the other options."""
     strategy = config.strategy
     ranks = counted(world_size, "rank")
     staged = strategy in ("model", "pipeline")

@@ -51,23 +51,14 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True)
 class InjectedFault:
-    """One `--inject`.
+    """One `--inject`."""
 
-    Args:
-        kind: One of `KINDS`.
-        spec: The words of the command line.
-        rank: Rank that has the fault; None for all ranks (`unused`) or the last one (`uneven`).
-        step: Optimizer step at whose start it happens, counted from 1.
-        duration_s: How long a stall lasts, or what a straggler loses per step, seconds.
-        place: Part of the step in which a straggler loses its time.
-    """
-
-    kind: str
-    spec: str
-    rank: int | None = None
-    step: int | None = None
-    duration_s: float = 0.0
-    place: str = "forward"
+    kind: str  # one of `KINDS`
+    spec: str  # the words of the command line
+    rank: int | None = None  # that has the fault; None for all (`unused`) or the last one (`uneven`)
+    step: int | None = None  # optimizer step at whose start it happens, counted from 1
+    duration_s: float = 0.0  # how long a stall lasts, or what a straggler loses per step
+    place: str = "forward"  # part of the step in which a straggler loses its time
 
 
 def parse_fault(spec: str) -> InjectedFault:
@@ -122,7 +113,6 @@ class Faults:
         return corrupt(images) if fault is not None and fault.kind == "nan" else images
 
     def on_loading(self) -> None:
-        """Delay the input pipeline, once per batch."""
         for fault in self._slow:
             if fault.place == "data":
                 time.sleep(fault.duration_s)

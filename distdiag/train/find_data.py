@@ -33,17 +33,12 @@ NETWORK_DEADLINE_S = 4.0  # for an answer from the server, with name resolution
 
 
 def cache_directory() -> Path:
-    """Return `$XDG_CACHE_HOME/distdiag`, else `~/.cache/distdiag`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "distdiag"
 
 
 def find_data(named: str, *, show_progress: bool, url: str = URL, archive_md5: str = ARCHIVE_MD5) -> DataSet:
     """Return the training data: from `named`, DISTDIAG_DATA, the cache or a download; without a network the generated set.
-
-    Args:
-        named: Folder of `--data`, "generated", or empty.
-        show_progress: Show a progress bar of a download on stderr.
 
     Raises:
         DistdiagError: the folder of `--data` or DISTDIAG_DATA, or the cached one, is missing or damaged.

@@ -208,7 +208,6 @@ class Training:
 
 
 def _batches_per_epoch(config: TrainConfig, strategy: Strategy, images: int) -> int:
-    """Return the number of batches that this rank loads in an epoch."""
     parts = strategy.data_ranks
     batches = batches_per_epoch(images, parts, config.batch_size, config.accumulate)
     if not batches:

@@ -14,8 +14,6 @@ CLASSES = 10
 
 
 class SpatialMean(nn.Module):
-    """Mean over height and width."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean(dim=(2, 3))
 
@@ -47,7 +45,6 @@ class SimpleCNN(nn.Module):
         return self.classifier(self.dropout(F.relu(self.hidden(x))))
 
     def pieces(self) -> list[Piece]:
-        """Return the steps of `forward`, in order."""
         own = [Piece(f"features.{i}" if list(m.parameters()) else "", m) for i, m in enumerate(self.features)]
         head = [Piece("", nn.Flatten()), Piece("hidden", self.hidden), Piece("", nn.ReLU()), Piece("", self.dropout)]
         return [*own, *head, Piece("classifier", self.classifier)]
@@ -91,7 +88,6 @@ class ResNet(nn.Module):
         return self.classifier(self.stages(self.stem(images)).mean(dim=(2, 3)))
 
     def pieces(self) -> list[Piece]:
-        """Return the steps of `forward`, in order."""
         blocks = [Piece(f"stages.{i}", block) for i, block in enumerate(self.stages)]
         return [Piece("stem", self.stem), *blocks, Piece("", SpatialMean()), Piece("classifier", self.classifier)]
 
@@ -104,7 +100,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build_model(name: str) -> nn.Module:
-    """Return the network of `--model`, with weights drawn from torch's current random state."""
     return MODELS[name]()
 
 

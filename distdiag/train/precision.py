@@ -24,7 +24,6 @@ def cpu_multiplies_bf16() -> bool:
 
 
 def resolve_amp(amp: str, device: torch.device) -> str:
-    """Return `off`, `bf16` or `fp16` for `--amp`."""
     if amp == "auto":
         gains = torch.cuda.is_bf16_supported() if device.type == "cuda" else cpu_multiplies_bf16()
         return "bf16" if gains else "off"
@@ -45,7 +44,6 @@ def why_amp(requested: str, resolved: str, device: torch.device) -> str:
 
 
 def autocast(amp: str, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context for forward and loss."""
     if amp == "off":
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16 if amp == "bf16" else torch.float16)

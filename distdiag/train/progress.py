@@ -33,11 +33,7 @@ class Progress:
             print(text, flush=True)
 
     def begin(self, pixels: SharedPixels, model: str, amp: str, step: int, total_steps: int, data_ranks: int) -> None:
-        """Print the first line.
-
-        Args:
-            data_ranks: Number of ranks that share a global batch; if fewer than all, every rank loads the whole batch.
-        """
+        """Print the first line. If fewer than all ranks share a global batch, every rank loads the whole batch."""
         config, ranks = self._config, self._ranks
         if pixels.notice:
             self._print(pixels.notice, always=True)

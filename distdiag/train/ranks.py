@@ -24,24 +24,14 @@ CONTROL_TIMEOUT = timedelta(hours=12)
 
 @dataclass
 class Ranks:
-    """This process's rank, device and process groups.
-
-    Args:
-        node: Identity of the machine.
-        device: Device of this rank.
-        backend: Backend of the default group; "none" for a single process without a launcher.
-        control: Group for Python objects and barriers outside the step; None without process groups.
-        group: Group of the step's communication; None: the default group.
-    """
-
     rank: int
     local_rank: int
     world_size: int
-    node: str
+    node: str  # identity of the machine
     device: torch.device
-    backend: str
-    control: dist.ProcessGroup | None
-    group: dist.ProcessGroup | None = None
+    backend: str  # of the default group; "none" for a single process without a launcher
+    control: dist.ProcessGroup | None  # for Python objects and barriers outside the step; None without process groups
+    group: dist.ProcessGroup | None = None  # of the step's communication; None: the default group
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's value, by rank, on every rank."""
@@ -81,7 +71,6 @@ class Ranks:
             dist.barrier(group=self.control)
 
     def leave(self) -> None:
-        """Destroy the process groups once all ranks are done with them."""
         if self.control is not None:
             self.barrier()
             self.control = None

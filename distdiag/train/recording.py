@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 
 class NotRecorded:
-    """Replaces the recorder in a job without `--monitor`."""
-
     run_dir: Path | None = None
 
     def phase(self, name: str) -> AbstractContextManager[None]:

@@ -39,15 +39,10 @@ class TensorImages:
 
 
 class SharedPixels:
-    """A data set in memory that several processes share.
+    """A data set in memory that several processes share."""
 
-    Attributes:
-        source: Where the process that published it has found it.
-        notice: A line to print if it is not the requested one.
-    """
-
-    source: str = "rank 0 of the node"
-    notice: str | None = None
+    source: str = "rank 0 of the node"  # where the process that published it has found it
+    notice: str | None = None  # a line to print if it is not the requested one
 
     def __init__(self, descriptor: int, address: PixelAddress) -> None:
         self.address = address

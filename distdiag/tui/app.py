@@ -97,8 +97,6 @@ class DistdiagApp(App[None]):
     def page(self) -> Page:
         return self.pages[self.ui.page]
 
-    # -- life ---------------------------------------------------------------------------------------------------
-
     def compose(self) -> ComposeResult:
         yield self.canvas
         yield Input(
@@ -108,11 +106,10 @@ class DistdiagApp(App[None]):
         )
 
     def on_mount(self) -> None:
-        theme = (
-            self._wanted_theme
-            or os.environ.get("TEXTUAL_THEME")
-            or ("textual-light" if _light_terminal() else "textual-dark")
-        )
+        # several terminals set COLORFGBG as `foreground;background`; 7 and 15 are light
+        light = os.environ.get("COLORFGBG", "").rsplit(";", 1)[-1] in ("7", "15")
+        theme = self._wanted_theme or os.environ.get("TEXTUAL_THEME")
+        theme = theme or ("textual-light" if light else "textual-dark")
         if theme in self.available_themes:
             self.theme = theme
         self.canvas.focus()
@@ -122,12 +119,9 @@ class DistdiagApp(App[None]):
         self.source.stop()
 
     def action_leave(self, code: int = 0) -> None:
-        """Quit; the job is not affected."""
         self.return_value_code = code
         self.source.stop()
         self.exit()
-
-    # -- snapshots ----------------------------------------------------------------------------------------------
 
     def _deliver(self, snapshot: Snapshot) -> None:
         """Keep the newest snapshot and wake the screen once; called in the reader's thread."""
@@ -141,8 +135,6 @@ class DistdiagApp(App[None]):
         if self._newest is not None:
             self.snap = self._newest
             self.redraw()
-
-    # -- drawing ------------------------------------------------------------------------------------------------
 
     def redraw(self, late: bool = False) -> None:
         """Draw the page from the newest snapshot, and ask for what it lacks."""
@@ -202,16 +194,12 @@ class DistdiagApp(App[None]):
         self.ui.message = text
         self.redraw()
 
-    # -- keys ---------------------------------------------------------------------------------------------------
-
     def on_key(self, event: Key) -> None:
         self.ui.message = ""
         elsewhere = [k for k in KEYS if event.key in k.keys.split(",") and not works_on(k, self.ui.page)]
         if elsewhere and not self.ui.typing:
             event.prevent_default()
             self.say(f"{elsewhere[0].shown} ({elsewhere[0].help}) works on: {', '.join(elsewhere[0].pages)}")
-
-    # -- filter -------------------------------------------------------------------------------------------------
 
     def action_filter(self) -> None:
         self.ui.typing = True
@@ -248,8 +236,6 @@ class DistdiagApp(App[None]):
             self.ui.filter = filters.Filter("")
         self.redraw()
 
-    # -- mouse ---------------------------------------------------------------------------------------------------
-
     def on_canvas_wheel(self, message: Canvas.Wheel) -> None:
         if message.how == "zoom":
             self.navigation.action_zoom(-1 if message.by > 0 else 1)
@@ -284,8 +270,6 @@ class DistdiagApp(App[None]):
         if message.about:
             self.say(message.about)
 
-    # -- palette ------------------------------------------------------------------------------------------------
-
     def get_system_commands(self, screen: Screen) -> Iterable[SystemCommand]:
         """Yield what the keys do here by name, and further commands."""
         go = self.navigation
@@ -301,11 +285,6 @@ class DistdiagApp(App[None]):
             ("", "all ranks"),
         ):
             yield SystemCommand(f"Filter: {text or 'off'}", meaning, partial(self.set_filter, text))
-        yield SystemCommand("Go to the first moment", "replay from the beginning", go.action_first_moment)
+        yield SystemCommand("Go to the first moment", "replay from the beginning", partial(go.action_step, -1_000_000))
         yield SystemCommand("Go to rank …", "type the number of the rank instead", self.action_command_palette)
         yield SystemCommand("Theme", "colours, light and dark", self.action_change_theme)
-
-
-def _light_terminal() -> bool:
-    """True if COLORFGBG, which several terminals set as `foreground;background`, has a light background: 7 or 15."""
-    return os.environ.get("COLORFGBG", "").rsplit(";", 1)[-1] in ("7", "15")

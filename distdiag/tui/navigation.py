@@ -51,8 +51,6 @@ class Navigation:
     def page(self) -> Page:
         return self.app.page
 
-    # -- screens and rows ------------------------------------------------------------
-
     def action_show(self, name: str) -> None:
         ui = self.ui
         ui.message = ""
@@ -157,8 +155,6 @@ class Navigation:
         self.ui.metric = metrics[(metrics.index(self.ui.metric) + 1) % len(metrics)]
         self.app.redraw()
 
-    # -- time travel --------------------------------------------------------------------------------------------
-
     def action_pause(self) -> None:
         if self.ui.paused_at_s is not None:
             self.ui.paused_at_s = None
@@ -172,9 +168,6 @@ class Navigation:
         at = self.ui.paused_at_s if self.ui.paused_at_s is not None else self.app.snap.t_s
         if at is not None:
             self.app.source.step(at, by, lambda found_s: self.app.call_later(self._moved, found_s))
-
-    def action_first_moment(self) -> None:
-        self.action_step(-1_000_000)
 
     def action_travel(self) -> None:
         items = self.page.items(self.app.snap, self.ui)

@@ -118,16 +118,11 @@ def print_once(run: Path, ui: Ui, size: tuple[int, int] | None = None) -> Snapsh
     lines, snap = screen(run, ui, width, height)
     ranks = snap.summary.layout.ranks
     if ui.page == "rank" and snap.frame is not None and ui.rank not in ranks:
-        raise DistdiagError(
-            f"rank {ui.rank} is not part of this run, which has {rank_list(ranks)}",
-            f"`distdiag tui {quote(snap.run)} --once` prints all its ranks",
-        )
+        text = f"rank {ui.rank} is not part of this run, which has {rank_list(ranks)}"
+        raise DistdiagError(text, f"`distdiag tui {quote(snap.run)} --once` prints all its ranks")
     for x in lines:
         say(coloured(x, colours) if escapes else plain(x), drawn=True)
     return snap
-
-
-# -- JSON ---------------------------------------------------------------------------------------------------------
 
 
 class SnapshotJson(msgspec.Struct, kw_only=True):

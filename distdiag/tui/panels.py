@@ -131,13 +131,9 @@ def names_text(names: Sequence[str], most: int) -> str:
 
 
 def finding_lines(f: Finding, width: int, full: bool = True, message_only: bool = False) -> list[Line]:
-    """Return one finding: only its first line (wrapped, never cut), or also what to do, the cost, where, and more of a long message.
+    """Return a finding: what it is (wrapped, never cut), and what to do, cost, where, and more of a long message.
 
-    Args:
-        f: Texts in it come from the job: they are cleaned here.
-        width: Cells of a line.
-        full: False leaves one line, cut with an ellipsis.
-        message_only: Without cost, site and advice.
+    Without `full` it is one line, cut with an ellipsis. Texts in it come from the job: they are cleaned here.
     """
     mark, text = severity.of_finding(f.severity), clean(f.kind)
     head, rest = head_and_more(clean(f.message)) if full and not message_only else (clean(f.message), "")

@@ -39,7 +39,6 @@ class Ui:
 
     @property
     def drawn(self) -> bool:
-        """True if areas are drawn in colour."""
         return self.colour and not self.ascii
 
     def opens(self, key: str, screen: str) -> str:

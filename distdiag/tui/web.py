@@ -23,22 +23,14 @@ _LEAVE_S = 3.0  # given to an app to leave when the server ends, before it is ki
 
 
 def app_command(arguments: list[str]) -> str:
-    """Return the command that each browser session runs: this one, without the options of the server.
-
-    Args:
-        arguments: What the user typed after `distdiag`, the word `tui` first.
-    """
+    """Return the command of a browser session: this one (its words after `distdiag`), without the server's options."""
     words = iter(arguments)
     kept = [w for w in words if w != "--web" and not w.startswith("--port=") and not (w == "--port" and next(words, w))]
     return shlex.join([sys.executable, "-m", "distdiag", *kept])
 
 
 def listener(port: int) -> socket.socket:
-    """Return a socket that listens on `port` of the loopback interface, or on any free one for 0.
-
-    Raises:
-        DistdiagError: the port is taken.
-    """
+    """Return a socket that listens on `port` of the loopback interface, or on any free one for 0."""
     s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -46,9 +38,8 @@ def listener(port: int) -> socket.socket:
         s.listen(64)
     except OSError as e:
         s.close()
-        raise DistdiagError(
-            f"port {port} on {HOST} cannot be used: {e.strerror}", "leave --port out: any free one is taken"
-        ) from e
+        text = f"port {port} on {HOST} cannot be used: {e.strerror}"
+        raise DistdiagError(text, "leave --port out: any free one is taken") from e
     return s
 
 
@@ -114,14 +105,7 @@ def _token_guard(token: str, port: int) -> Any:
 
 
 def serve(run_dir: Path, port: int, arguments: list[str]) -> int:
-    """Serve until Ctrl-C; prints the address with its token on stdout.
-
-    Returns:
-        130: only Ctrl-C ends it.
-
-    Raises:
-        DistdiagError: textual-serve is not installed; the port is taken.
-    """
+    """Serve until Ctrl-C, so the code is 130; prints the address with its token on stdout."""
     need(("textual", "textual_serve"), "--web")
     from aiohttp import web
     from textual_serve import server as textual_server

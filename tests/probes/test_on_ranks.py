@@ -148,13 +148,13 @@ def align_clocks(rank: int, folder: str) -> None:
 
     import torch.distributed as dist
 
-    from distdiag.probekit.ranks import clock
+    from distdiag.probekit.ranks.job import align
 
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     job = SimpleNamespace(
         rank=rank, world_size=2, control=dist.group.WORLD, step=lambda label: contextlib.nullcontext()
     )
-    offsets, error = clock.align(job, ["here", "there"])  # type: ignore[arg-type]
+    offsets, error = align(job, ["here", "there"])  # type: ignore[arg-type]
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from distdiag.diagnosis.model.findings import Report
 from distdiag.sources.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, as_json, write
@@ -443,3 +445,49 @@ def test_other_operations_of_one_number_are_a_mismatch_also_on_a_path_that_the_d
                     job.issue(r, op, "0", n < 29, line=line)
     f = only(diagnose(tmp_path, job))
     assert summary(f) == ("mismatch", "op", (2,)) and "a branch on the data (no token for an expert)" in f.advice
+
+
+@pytest.mark.parametrize(("ahead", "behind"), [((0,), (1, 2, 3)), ((0, 1, 3), (2,))])
+def test_a_completed_call_from_another_line_is_where_the_calls_part(
+    ahead: tuple[int, ...], behind: tuple[int, ...], tmp_path: Path
+) -> None:
+    """All calls are one helper's; the advice named the line that all ranks reach."""
+    job = Job(4)
+    for _ in range(5):
+        job.collective("barrier", line=88)
+        if len(behind) == 1:  # what it leaves out it has made before
+            job.collective("barrier", line=251)
+    for r in range(4):
+        job.issue(r, "barrier", "0", True, line=251 if r in ahead else 268)
+    for r in ahead:
+        job.issue(r, "barrier", "0", False, line=268)
+    for entry in (e for ring in job.ranks for e in ring.entries):
+        line = entry["frames"][2]["line"]
+        entry["frames"].insert(2, {"name": "sync", "filename": "/home/user/helper.py", "line": 7})
+        assert line in (88, 251, 268)
+    f = only(diagnose(tmp_path, job, after_s=2e6))  # copies: how long it waited is not needed
+    assert summary(f) == ("deadlock", "missing_rank", ahead if len(ahead) == 1 else behind)
+    assert "the call at train.py:251 in step" in f.advice and "helper" not in f.message + f.advice
+
+
+@pytest.mark.parametrize(("after_s", "state"), [(0.1, "running"), (60.0, "deadlocked")])
+def test_the_first_rank_in_a_call_is_ahead_of_a_running_job(after_s: float, state: str, tmp_path: Path) -> None:
+    job = trained(Job(4), 1_000)
+    job.collective(ranks=(0,))
+    report = diagnose(tmp_path, job, after_s=after_s)
+    assert report.state == state and quiet(report) is (state == "running")
+    if quiet(report):
+        assert report.findings[0].message.startswith(
+            "ranks 1, 2, 3 were on their way to all_reduce #1,001 (default_pg, 4.0 KiB) when"
+        )
+
+
+def test_a_role_with_its_own_line_has_made_no_call_more(tmp_path: Path) -> None:
+    job = Job(4)
+    for _ in range(5):
+        for line in (88, 90):
+            for r in range(4):
+                job.issue(r, "broadcast", "0", True, line=line + 100 * (r == 0))
+    job.issue(0, "broadcast", "0", False, line=188)
+    f = only(diagnose(tmp_path, job))
+    assert f.culprits == (0,) and "train.py:188" in f.advice

@@ -7,7 +7,9 @@ import pickle
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from distdiag.cli.diagnose import command
 from distdiag.sources.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, write
 from tests.sources.test_dumps import only, quiet, summary, trained
@@ -26,25 +28,51 @@ def test_a_rank_with_recent_progress_shows_a_running_job(tmp_path: Path) -> None
     job = trained(Job(4))
     job.collective(ranks=(0, 1, 3))
     just_ended(job, 2, job.now_ns + SECOND_NS // 100)
-    report = diagnose(tmp_path, job, after_s=HOUR_S)
+    report = diagnose(tmp_path, job, after_s=3.0)
     assert quiet(report) and report.state == "running"
     assert "rank 2 was on its way to all_reduce #21" in report.findings[0].message
+    copied = diagnose(tmp_path, job, after_s=HOUR_S)
+    assert [f.severity for f in copied.findings] == ["warning"] and copied.state == "waiting"
 
 
-@pytest.mark.parametrize(("asked_s", "running"), [(0.001, True), (60, False)])
-def test_a_dump_that_found_the_operation_just_begun_is_of_a_running_job(
-    asked_s: float, running: bool, tmp_path: Path
+@pytest.mark.parametrize(("asked_s", "severity"), [(0.001, "warning"), (60, "error")])
+def test_a_dump_that_found_the_operation_just_begun_may_be_of_a_running_job(
+    asked_s: float, severity: str, tmp_path: Path
 ) -> None:
-    """It was an error: the times of copied files show nothing, and those of the entries were not asked."""
+    """The times of copied files show nothing: a hang was explained away, and a running job was an error."""
     job = trained(Job(4))
     job.collective(ranks=(0, 1, 3))
     for r in (0, 1, 3):
         e = job.ranks[r].entries[-1]
         e.update(state="started", time_discovered_started_ns=e["time_created_ns"] + int(asked_s * SECOND_NS))
     report = diagnose(tmp_path, job, after_s=24 * HOUR_S)
-    assert quiet(report) is running and report.findings[0].culprits == (2,)
-    if running:  # files written while the job could hang show a later dump
-        assert not quiet(diagnose(tmp_path, job, after_s=60.0))
+    (f,) = report.findings
+    assert f.severity == severity and f.culprits == (2,)
+    assert (f.cost == "none, if the job ran on") is (severity == "warning")
+    assert "running job" not in f.message and any("a second set of dumps" in note for note in report.notes)
+    # files written while the job could hang show a later dump
+    assert only(diagnose(tmp_path, job, after_s=60.0)).culprits == (2,)
+
+
+TIMED_OUT = (
+    "[rank{0}]:[E904 15:41:22.1 ProcessGroupNCCL.cpp:632] [Rank {0}] Watchdog caught collective operation timeout: "
+    "WorkNCCL(SeqNum=21, OpType=ALLREDUCE, NumelIn=1024, NumelOut=1024, Timeout(ms)=600000) ran for 600021 milliseconds "
+    "before timing out.\n"
+)
+
+
+@pytest.mark.parametrize("arrived", [(0, 1, 3), ()])
+def test_a_timeout_in_the_log_is_no_running_job(arrived: tuple[int, ...], tmp_path: Path) -> None:
+    """Dumps hid the log's error: they were of a running job by their own times, or showed nothing in flight."""
+    job = trained(Job(4))
+    job.collective(ranks=arrived)
+    for r in arrived:
+        just_ended(job, 2, job.now_ns)
+        begin(job, r)
+    write(tmp_path, job)
+    (tmp_path / "job.log").write_text("".join(TIMED_OUT.format(r) for r in (0, 1, 3)))
+    shown = CliRunner().invoke(command, [str(tmp_path)]).output
+    assert "1 error; look at rank 2 first" in shown and "running job" not in shown and "not read" not in shown
 
 
 def test_progress_in_another_group_does_not_excuse_a_wait_of_minutes(tmp_path: Path) -> None:
@@ -411,3 +439,21 @@ def test_a_wait_is_judged_by_the_timeout_of_its_own_group(tmp_path: Path) -> Non
     assert (
         "all_reduce #21 (default_pg, 4.0 KiB) timed out with no rank missing" in only(diagnose_dumps(tmp_path)).message
     )
+
+
+def test_calls_of_a_thread_of_torch_and_of_the_main_one_meet_by_chance(tmp_path: Path) -> None:
+    """An asynchronous checkpoint uses the default group: no rank is to blame, and its saves need a group."""
+    job = trained(Job(4))
+    for r in range(4):
+        saves = {"name": "save_wrapper", "filename": "/opt/x/torch/distributed/checkpoint/_async_thread_executor.py"}
+        thread = {"name": "run", "filename": "/opt/lib/python3.12/threading.py", "line": 982}
+        for op in ("barrier", "all_gather") if r == 2 else ("all_gather", "barrier"):
+            job.issue(r, op, "0", False)
+            if op == "all_gather":
+                job.ranks[r].entries[-1]["frames"][2:] = [saves | {"line": 55}, thread]
+    f = only(diagnose(tmp_path, job))
+    assert summary(f) == ("mismatch", "op", ()) and f.advice.startswith("give async_save its own process group")
+    for ring in job.ranks:  # all the script runs in a thread, as in a worker of Ray
+        for e in ring.entries:
+            e["frames"] = [*e["frames"][:3], thread]
+    assert only(diagnose(tmp_path, job)).culprits == (2,)

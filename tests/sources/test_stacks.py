@@ -686,8 +686,39 @@ def test_the_call_that_leads_one_rank_into_its_operation_is_named() -> None:
         {0: inside("barrier", "save_state", 57)} | {r: inside("all_reduce", "train_epoch", 55) for r in (1, 2, 3)}
     )
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "op", (0,))
-    assert "; rank 0 came there by the call at train.py:57 in main" in f.message
-    assert f.advice.startswith("see the call at train.py:57 in main that leads rank 0 to barrier")
+    assert "; rank 0 came there by the call at train.py:57 in main, the others by that at train.py:55" in f.message
+    # a later line: it may have left out the others' call
+    assert f.advice.startswith("see whether rank 0 left out all_reduce at engine.py:28 in train_epoch")
+    (f,) = findings(
+        {0: inside("barrier", "save_state", 53)} | {r: inside("all_reduce", "train_epoch", 55) for r in (1, 2, 3)}
+    )
+    assert f.advice.startswith("see the call at train.py:53 in main that leads rank 0 to barrier")
+
+
+def test_one_sample_of_a_rank_that_computes_is_no_stall(tmp_path: Path) -> None:
+    """A healthy job had two warnings: a rank in the all_reduce of its metrics, the others still in backward and optimizer."""
+    step = WAITS.replace("all_reduce (torch/distributed/distributed_c10d.py:2810)", "step (torch/optim/adamw.py:230)")
+    folder = write(tmp_path, rank0=WAITS.format(70), rank1=step.format(71), rank2=step.format(72))
+    report = diagnose_stacks([str(folder)])
+    assert report is not None and report.state == State.WAITING
+    (f,) = report.findings
+    assert f.severity == Severity.INFO and f.advice.startswith("take the stacks again after some seconds")
+
+
+def test_the_title_of_an_engines_process_has_its_rank(tmp_path: Path) -> None:
+    """The advice was to take the stacks, which the log has; and processes were named by their pids."""
+    stamp, title = "[2026-05-30 07:30:0{} TP{}] ", "Process {}: sglang::scheduler_TP{}\nPython v3.12.3\n"
+    late = "self.watchdog_last_forward_ct != self.forward_ct, Watchdog timeout (self.watchdog_timeout=300), self.soft_timeout=False\n"
+    text = "Decode batch, #running-req: 128\n" * 400 + "".join(stamp.format(r, r) + late for r in range(3))
+    for r in range(3):
+        stack = WAITS if r != 1 else WAITS.replace("all_reduce", "broadcast").replace("step (", "get (")
+        text += stamp.format(r, r) + f"Pyspy dump for PID 7{r}:\n" + title.format(f"7{r}", r)
+        text += stack.partition("\n")[2].replace("Thread 70", f"Thread 7{r}") + "\n"
+    log = tmp_path / "server.log"
+    log.write_text(text)
+    shown = " ".join(CliRunner().invoke(command, [str(log)]).output.split())
+    assert "SGLang's watchdog" in shown and "rank 1 is in broadcast at loop.py:143 in get" in shown
+    assert "the next time" not in shown and "process 7" not in shown
 
 
 def test_a_worker_that_waits_for_a_lock_may_have_been_forked_with_it() -> None:

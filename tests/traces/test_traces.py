@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from distdiag.traces import merge, text
-from distdiag.traces.analyse import Entry, Message
+from distdiag.traces.analyse import Issued
 from distdiag.traces.intervals import Coverage, length, union, without
 from distdiag.traces.profile import Recorded, profile_of
 from distdiag.traces.read import BadTrace, Trace, parse, read
@@ -51,7 +51,7 @@ def two_ranks(late_us: float = 300.0) -> dict[int, Recorded]:
                 op("aten::add_", t + 600, t + 900),
             ]
             created = BASE_NS + int((step * 1000 + 204 + sleeps) * 1000)
-            entries.append(Entry("all_reduce", "0", 40 + step, created, 4096))
+            entries.append(Issued("all_reduce", "0", 40 + step, created, 4096))
         trace = parse(trace_file(*events, base_ns=base_ns))
         ends = [(9 + i, BASE_NS + i * 1_000_000) for i in range(3)]
         lines = [("/w/train.py", 12, "main", 60)] + ([("/w/slow.py", 3, "sleeps", 40)] if rank else [])
@@ -270,8 +270,8 @@ def pipeline(lost: int = 0) -> dict[int, Recorded]:
         t = nth * 500.0
         sent += [op("aten::mm", t, t + 300), op("gloo:send", t + 305, t + 330, cat=note)]
         received += [op("gloo:recv", t + 100, t + 320, cat=note), op("aten::mm", t + 320, t + 450)]
-        sends.append(Message("send", "0", "0->1", 8 + nth, BASE_NS + int((t + 303) * 1e3), 4096))
-        recvs.append(Message("recv", "0", "0->1", 8 + nth, BASE_NS + int((t + 98) * 1e3), 4096))
+        sends.append(Issued("send", "0", 8 + nth, BASE_NS + int((t + 303) * 1e3), 4096, "0->1"))
+        recvs.append(Issued("recv", "0", 8 + nth, BASE_NS + int((t + 98) * 1e3), 4096, "0->1"))
     return {
         0: Recorded(parse(trace_file(*sent)), ends, messages=sends),
         1: Recorded(parse(trace_file(*received)), [(n, ns + 10_000) for n, ns in ends], messages=recvs[lost:]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 
 import pytest
@@ -13,7 +14,7 @@ from distdiag.diagnosis.model.findings import Finding
 from distdiag.store.frames import RankRow
 from distdiag.terms.quantiles import median_low, quantile
 from distdiag.tui.data.snapshot import known_at
-from distdiag.tui.draw import severity
+from distdiag.tui.draw import severity, text
 from distdiag.tui.draw.lines import cut, fitted, hit_at, line, plain, width_of
 from distdiag.tui.draw.table import Column, choose
 from distdiag.tui.draw.text import (
@@ -192,3 +193,8 @@ def test_findings_as_known_at_a_moment() -> None:
     late = Finding(kind="b", detected_s=4.0)
     assert [f.kind for f in known_at((early, late), 2.0)] == ["a"] and known_at((early, late), 2.0)[0].cleared_s is None
     assert [f.kind for f in known_at((early, late), 6.0)] == ["b", "a"]
+
+
+def test_widths_are_known_without_the_library_of_the_live_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.cells", None)
+    assert [text._other_cells.__wrapped__(word) for word in ("Jürgen", "e\u0301té", "日本")] == [6, 3, 4]

@@ -127,10 +127,8 @@ def _object_lists(case: Case) -> Testimony | None:
     site = next(iter(sites))
     if len({s and s.key for s in sites}) > 1 or "broadcast_object_list(" not in line_at(site, case.source):
         return None
-    each = (
-        f"{rank_list(side)}: {counted(compatible.elements(case.wait.calls[side[0]]) or 0, 'object')}"
-        for side in case.sides
-    )
+    sizes = ((side, compatible.elements(case.wait.calls[side[0]]) or 0) for side in case.sides)
+    each = (f"{rank_list(side)}: {counted(n, 'object')}" for side, n in sizes)
     return Testimony(
         text=f"; `broadcast_object_list` has lists of different lengths: {'; '.join(each)}",
         advice=f"pass a list of the same length on all ranks{at(site)}: only what is in it comes from src (`[None] * n` on the others)",
@@ -163,9 +161,8 @@ def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
         if ranks or argument not in _ARGUMENT or len(case.sides) != 2:
             return None
         both = {_ARGUMENT[argument](calls[r]) for r in case.compared}
-        if None in both or not all(
-            both <= set(_earlier(case.states.get(r), calls[r], argument)) for r in case.compared
-        ):
+        known = ({*_earlier(case.states.get(r), calls[r], argument)} for r in case.compared)
+        if None in both or not all(both <= earlier for earlier in known):
             return None
     first, second = (calls[side[0]].site for side in case.sides)
     parted = tuple(tied(case)) if not ranks else ()  # if a condition is known, its advice is the better one

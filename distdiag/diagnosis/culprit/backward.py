@@ -50,9 +50,7 @@ def _made_anew(file: str, source: syntax.Source) -> guards.Guard | None:
     found, tree = [], syntax.tree_of(file, source)
     for node in ast.walk(tree or ast.Module([], [])):
         if isinstance(node, syntax.FUNCTIONS):
-            ways = [
-                (way_out.value, guard) for way_out, guard in guards.exits(node.body) if isinstance(way_out, ast.Return)
-            ]
+            ways = [(x.value, guard) for x, guard in guards.exits(node.body) if isinstance(x, ast.Return)]
             new = [g for value, g in ways if isinstance(value, ast.Call) and syntax.name_of(value.func) in _NEW_TENSORS]
             if len(new) < len(ways):
                 found += [g for g in new if g is not None and isinstance(g.node, ast.If)]

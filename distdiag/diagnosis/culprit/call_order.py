@@ -8,6 +8,7 @@ different calls: no histories of two ranks can be compared there, as `divergence
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,12 +22,12 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
 from distdiag.diagnosis.text.phrases import at, op_at, op_text
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.wait import call_at
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
 ROUNDS = 4  # earlier passages or rounds, at least
 LOOP_ADVICE = "loop over a sorted list, not over a set or a directory listing, whose order differs between processes"
+_TURNS = f"c?(mc){{{ROUNDS},}}"  # a message and then a collective, in each round
 KINDS = 0.25  # most distinct transitions per transition; above this there is no pattern
 
 
@@ -84,9 +85,8 @@ def _is_awaited(state: RankState, case: Case) -> bool:
         return False
     blocked = ((q, q.blocked) for q in case.states.values() if q.blocked is not None and q.blocked.site is not None)
     due = turn.due.op, turn.due.group, turn.due.site.key
-    return any(
-        (c.op, c.group, c.site.key) == due and _has_departed(q) is False for q, c in blocked if c.site is not None
-    )
+    there = (q for q, c in blocked if c.site is not None and (c.op, c.group, c.site.key) == due)
+    return any(_has_departed(q) is False for q in there)
 
 
 def _advice(rank: int, turn: Turn, conditions: Sequence[Condition]) -> str:
@@ -125,28 +125,18 @@ def groups_in_turn(case: Case) -> Testimony | None:
 
 def message_later(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return that a rank of a cycle is in a collective before its end of a message, where both ends came first in each round before."""
-    collectives = {
-        r: w.calls[r] for w in case.incident.waits if not w.p2p for r in w.ranks if r in case.incident.members
-    }
-    for waiting, call in ((r, c) for w in case.incident.waits if w.p2p and not ranks for r, c in w.calls.items()):
+    waits, members = case.incident.waits if not ranks else (), case.incident.members
+    collectives = {r: w.calls[r] for w in waits if not w.p2p for r in w.ranks if r in members}
+    for waiting, call in ((r, c) for w in waits if w.p2p for r, c in w.calls.items()):
         made = collectives.get(-1 if call.peer is None else call.peer)
         if made is None or call.peer is None or waiting not in case.states:
             continue
         mine = _rounds(case.states[call.peer], waiting, call.tag, made)
         theirs = _rounds(case.states[waiting], call.peer, call.tag, made)
-        end, rounds = (
-            next((c for c in reversed(mine) if c.p2p), None),
-            min(sum(c.p2p for c in x) for x in (mine, theirs[:-1])),
-        )
-        turns = ([c.p2p for c in calls] for calls in (mine[:-1], theirs))
-        alternate = all(a != b for turn in turns for a, b in itertools.pairwise(turn))
-        if (
-            end is None
-            or rounds < ROUNDS
-            or not alternate
-            or [x[-1].p2p for x in (mine[-2:-1], mine, theirs)] != [False, False, True]
-        ):
+        turns = ["".join("m" if c.p2p else "c" for c in calls) for calls in (mine, theirs)]
+        if not all(re.fullmatch(_TURNS + now, turn) for now, turn in zip("cm", turns, strict=True)):
             continue
+        end, rounds = next(c for c in reversed(mine) if c.p2p), min(turns[0].count("m"), turns[1].count("m") - 1)
         who, op = f"rank {call.peer}", compatible.op_name(made.op)
         return Testimony(
             text=f"; in each of the last {rounds:,} rounds {who} made {op_at(end)} and then a {op}, and in this one the {op} first",
@@ -160,17 +150,10 @@ def called_before(case: Case, ranks: Sequence[int]) -> Testimony | None:
     by_message = {r for w in case.incident.waits if w.p2p for r in w.ranks}
     for wait in case.incident.waits if not ranks else ():
         rank, other = min(wait.missing & by_message & case.states.keys(), default=-1), min(wait.calls, default=-1)
-        call, last = (
-            wait.calls.get(other),
-            call_at(case.states.get(rank), wait.group, wait.seq - 1) if not wait.p2p else None,
-        )
-        if (
-            call is None
-            or last is None
-            or last.site is None
-            or last.op != call.op
-            or other not in case.incident.members
-        ):
+        call, last = wait.calls.get(other), case.call_before(wait, rank)
+        if call is None or last is None or last.site is None or other not in case.incident.members:
+            continue
+        if last.op != call.op:
             continue
         op, who, state = compatible.op_name(call.op), f"rank {rank}", case.states[rank]
         there = callers.stack_at(last.site, state, case.source)

@@ -107,6 +107,11 @@ class Case:
         wait = Wait((group, seq), conflict=cause or old.conflict, sides=sides, calls=calls, died=old.died)
         return replace(self, incident=Incident(self.incident.root, members, (wait,), members | self.incident.victims))
 
+    def call_before(self, wait: Wait, rank: int) -> Call | None:
+        """Return a rank's call before the collective of a wait in its group; None if it is not known, or for a message."""
+        known = not wait.p2p and wait.seq is not None
+        return call_at(self.states.get(rank), wait.group, wait.seq - 1) if known else None
+
     def own_call(self, rank: int, wait: Wait) -> Call | None:
         """Return the call by which a rank takes part in the collective that others wait in, where each role calls it in its own line.
 

@@ -17,7 +17,6 @@ from distdiag.diagnosis.text.conditions import decision_advice, left_text
 from distdiag.diagnosis.text.incident import implicit_text
 from distdiag.diagnosis.text.phrases import op_at
 from distdiag.diagnosis.waits import compatible, messages
-from distdiag.diagnosis.waits.wait import call_at
 
 
 def on_rank(case: Case) -> Testimony | None:
@@ -230,20 +229,16 @@ def _again(case: Case, rank: int, other: int) -> bool:
 
     If the other has ended a step since then, it is there anew.
     """
-    here, state = case.wait.calls[other].site, case.states[other]
-    if here is None or _call_before(case, rank, other) != here.key or case.wait.seq is None:
+    here, state, before = case.wait.calls[other].site, case.states[other], case.call_before(case.wait, other)
+    if here is None or _call_before(case, rank, other) != here.key:
         return False
-    before = call_at(state, case.wait.group, case.wait.seq - 1)
     ended_s = state.steps[-1].end_s if state.steps else None
     return before is None or before.entered_s is None or ended_s is None or before.entered_s > ended_s
 
 
 def _call_before(case: Case, rank: int, other: int) -> str | None:
     """Return the site at which both ranks made the call before this one; None if it is not one site."""
-    group, seq = case.wait.group, case.wait.seq
-    if case.wait.p2p or seq is None:
-        return None
-    sites = {site_of(None, call_at(case.states[q], group, seq - 1)) for q in (rank, other)}
+    sites = {site_of(None, case.call_before(case.wait, q)) for q in (rank, other)}
     return sites.pop() if len(sites) == 1 else None
 
 

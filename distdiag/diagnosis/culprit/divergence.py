@@ -171,9 +171,7 @@ def _may_be_due(state: RankState, made: Call, other: RankState, due: Call | None
     """
     if any(model.forwards > model.synced_backwards for model in other.models):
         return True
-    in_pass = any(
-        model.forwards > model.synced_backwards or model.synced_backwards > state.step for model in state.models
-    )
+    in_pass = not all(model.forwards <= model.synced_backwards <= state.step for model in state.models)
     return in_pass and due is not None and (due.p2p or due.group != made.group)
 
 
@@ -196,10 +194,8 @@ def _lost(history: History, i: int, other: History) -> bool:
     if here is None or here.seq is None:
         return False
     missing = range(here.seq - history.gaps[i], here.seq)
-    return any(
-        call is not None and call.group == here.group and call.seq in missing and event != COUNTED
-        for call, event in zip(other.calls, other.events, strict=True)
-    )
+    listed = (call for call, event in zip(other.calls, other.events, strict=True) if event != COUNTED)
+    return any(call is not None and call.group == here.group and call.seq in missing for call in listed)
 
 
 def _earlier(history: History, i: int) -> bool:

@@ -24,13 +24,12 @@ class Handler(NamedTuple):
 
 def accuse(case: Case) -> Testimony | None:
     """Accuse the side whose ranks all make their call in a handler of a signal; nobody if a rank of another side does, too."""
-    within = [side for side in case.sides if any(_of(case, q) for q in side)]
-    if len(within) != 1 or not all(_of(case, q) for q in within[0]):
+    within = {q: handler for q in case.compared if (handler := _of(case, q)) is not None}
+    ranks = next((side for side in case.sides if within.keys() == {*side}), None)
+    if ranks is None:
         return None
-    ranks = within[0]
-    found = _of(case, ranks[0])
-    assert found is not None
-    who, name = rank_list(ranks), found.site.function
+    who, found = rank_list(ranks), within[ranks[0]]
+    name = found.site.function
     return Testimony(
         ranks=tuple(ranks),
         head=f"{who} made {'its' if len(ranks) == 1 else 'their'} call in `{name}`, a handler of a signal "
@@ -47,9 +46,8 @@ def _of(case: Case, rank: int) -> Handler | None:
     if state is None or call is None or call.site is None or not state.user_stack:
         return None
     first = state.user_stack[0]
-    return (
-        handler(state.user_stack, case.source) if (first.file, first.line) == (call.site.file, call.site.line) else None
-    )
+    at_call = (first.file, first.line) == (call.site.file, call.site.line)
+    return handler(state.user_stack, case.source) if at_call else None
 
 
 def handler(stack: Sequence[Site], source: Source) -> Handler | None:

@@ -7,12 +7,11 @@ there on every call meets another one.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, RankState, Site
+from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.model.syntax import Source, statement_at
 from distdiag.diagnosis.text.phrases import op_at, site_text
 from distdiag.diagnosis.waits.incidents import Root
@@ -25,7 +24,8 @@ def at_own_call(case: Case) -> Case:
     if case.incident.root not in (Root.CONFLICT, Root.ABORT) or not shadows:
         return case
     states = case.states
-    found = (call for q in states if q not in shadows for call in _own_calls(states[q], case.source))
+    calls = (c for q in states if q not in shadows for c in states[q].calls if c.seq is not None and not c.other_thread)
+    found = (c for c in calls if _is_own(c, case.source))
     met = [c for c in found if all(_same(call_at(states[q], c.group, c.seq or 0), site) for q, site in shadows.items())]
     if not met:
         return case
@@ -57,15 +57,8 @@ def _shadows(case: Case) -> dict[int, Site]:
         return {}
     newest = {state.rank: next((c for c in reversed(state.calls) if not c.other_thread), None) for state in states}
     sites = {q: call.site for q, call in newest.items() if call is not None and call.site is not None}
-    return {q: site for q, site in sites.items() if _is_with(site, case.source)}
-
-
-def _is_with(site: Site, source: Source) -> bool:
-    return isinstance(statement_at(site, source), (ast.With, ast.AsyncWith))
-
-
-def _own_calls(state: RankState, source: Source) -> Iterator[Call]:
-    return (call for call in state.calls if call.seq is not None and not call.other_thread and _is_own(call, source))
+    statements = {q: statement_at(site, case.source) for q, site in sites.items()}
+    return {q: sites[q] for q, x in statements.items() if isinstance(x, (ast.With, ast.AsyncWith))}
 
 
 def _is_own(call: Call, source: Source) -> bool:

@@ -18,7 +18,6 @@ from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.text.phrases import at
 from distdiag.diagnosis.training_data import even_advice
 from distdiag.diagnosis.waits.incidents import Root
-from distdiag.diagnosis.waits.wait import call_at
 from distdiag.terms.operations import op_name
 
 IN_A_ROW = 2  # calls of the shorter loop, at least
@@ -63,22 +62,15 @@ def longer(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """
     for wait in case.incident.waits if not ranks else ():
         rank, other = min(wait.ranks, default=-1), min(wait.missing, default=-1)
-        call, last = (
-            wait.calls.get(rank),
-            call_at(case.states.get(other), wait.group, wait.seq - 1) if not wait.p2p else None,
-        )
+        call, last = wait.calls.get(rank), case.call_before(wait, other)
         if call is None or call.site is None or last is None or last.site is None or call.site == last.site:
             continue
         mine, theirs = (_in_a_row(case.states[q], c) for q, c in ((rank, call), (other, last)))
         here, there = (_loop_around(c.site, case.source) for c in (call, last))
-        frames = case.states[other].user_stack
-        if (
-            mine != theirs + 1
-            or theirs < IN_A_ROW
-            or here is None
-            or there is None
-            or any(_is_within(there, x) for x in frames)
-        ):
+        if mine != theirs + 1 or theirs < IN_A_ROW or here is None or there is None:
+            continue
+        frames = (x for x in case.states[other].user_stack if x.file == there.site.file)
+        if any(syntax.within(there.node, x.line) for x in frames):
             continue
         op, many = op_name(call.op), f"{rank_list([other])} ended `{there.text}`{at(there.place)} after {theirs:,}"
         return Testimony(
@@ -104,10 +96,6 @@ def _loop_around(site: Site | None, source: Source) -> Guard | None:
     """Return the innermost `for` around a line in its function."""
     around = on_stack((site,), source) if site is not None else ()
     return next((g for g in reversed(around) if g.kind is GuardKind.INSIDE and isinstance(g.node, ast.For)), None)
-
-
-def _is_within(loop: Guard, site: Site) -> bool:
-    return site.file == loop.site.file and syntax.within(loop.node, site.line)
 
 
 def _rounds(

@@ -9,10 +9,7 @@ from msgspec.structs import replace
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.paths import (
-    conditions_between,
-    returns_before,
-)
+from distdiag.diagnosis.culprit.paths import conditions_between, returns_before
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.text.conditions import decision_advice
@@ -92,9 +89,8 @@ def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, 
     times, before = len(without), without[-1] if without else next((a for a, _ in around), None)
     first = next((c for c in calls if _key(c) == before), send)
     made_at = {c.site.key: _key(c) for c in (first, send) if c.site is not None}
-    alternate = {a for a, _ in around} == {before} and all(
-        b == due or (a, b) in around for a, b in pairs if a == before
-    )
+    after = {b for a, b in pairs if a == before} - {due}
+    alternate = {a for a, _ in around} == {before} and all((before, b) in around for b in after)
     one_call_each = {_key(c) for c in calls if c.site and c.site.key in made_at} == set(made_at.values())
     totals = alternate and len(made_at) == 2 and one_call_each and made_at.keys() <= sender.sites.keys()
     if totals:

@@ -63,6 +63,5 @@ def _not_created(case: Case) -> Testimony | None:
     if found is None or not set(found[0]) < set(case.compared):
         return None
     ranks, group = found
-    return Testimony(
-        ranks=ranks, head=f"{rank_list(ranks)} did not create the group of {rank_list(group.ranks)}{at(group.site)}"
-    )
+    head = f"{rank_list(ranks)} did not create the group of {rank_list(group.ranks)}{at(group.site)}"
+    return Testimony(ranks=ranks, head=head)

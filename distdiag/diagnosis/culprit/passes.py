@@ -35,9 +35,8 @@ def extra(case: Case) -> Testimony | None:
     fix = f"fix what raised {caught} on rank {rank}; or " if caught else ""
     advice = f"{fix}let rank {rank} make one backward pass per step that exchanges gradients: the others under `no_sync()`; or let all ranks repeat the batch together"
     if over[rank][1] < 0:
-        passes = (
-            "" if caught else f", or run its forward and backward, too ({NO_WEIGHT})"
-        )  # one that failed has no backward
+        # one that failed has no backward
+        passes = "" if caught else f", or run its forward and backward, too ({NO_WEIGHT})"
         advice = f"{fix}let rank {rank} skip a batch together with all ranks{passes}"
     made = f"{state.models[0].synced_backwards:,} backward passes in {state.step:,} steps, the others one for each"
     text = f"; it caught {caught}" if caught else ""
@@ -78,9 +77,7 @@ def skipped(case: Case) -> Testimony | None:
     head = f"rank {rank} skipped {'a backward' if missing == 1 else f'{least}{missing:,} backwards'}"
     way_out = tuple(_way_out(states[rank], model.forwards, model.synced_backwards, case.source))
     advice = f"run the backward of every forward on rank {rank}, too ({NO_WEIGHT}, if the batch is not to count), or skip the batch on all ranks together"
-    if caught and all(
-        condition.text.startswith("except") for condition in way_out
-    ):  # a forward that failed has no backward
+    if caught and all(condition.text.startswith("except") for condition in way_out):  # a failed forward has no backward
         advice = (
             f"fix what raised {caught} on rank {rank}; where a pass may fail, let all ranks agree on that before they go on "
             "(all_reduce a flag), and skip the batch together"

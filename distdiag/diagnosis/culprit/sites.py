@@ -84,9 +84,8 @@ def _only_there(case: Case, ranks: Sequence[int]) -> Testimony | None:
     # ranks that the evidence does not compare may have been there
     others = (state for q, state in case.states.items() if q not in case.compared)
     among = "of these ranks, " if any(case.here[ranks[0]] in state.sites for state in others) else ""
-    return Testimony(
-        ranks=tuple(ranks), text=f"; {among}only {rank_list(ranks)} {verb(ranks, 'has', 'have')} ever {where}"
-    )
+    text = f"; {among}only {rank_list(ranks)} {verb(ranks, 'has', 'have')} ever {where}"
+    return Testimony(ranks=tuple(ranks), text=text)
 
 
 def _is_new(case: Case, odd: Sequence[int], rest: Sequence[int]) -> bool:
@@ -160,14 +159,12 @@ def visits_differ(case: Case) -> Testimony | None:
 def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
     """Return the one site that this rank used more often in as many steps than the others, which agree. Dumps hold no steps."""
     states = [case.states[q] for q in case.compared if q not in ranks and q in case.states]
-    if (
-        case.snapshot.source == "dumps"
-        or len(ranks) != 1
-        or not states
-        or len({st.step for st in states} | {case.states[ranks[0]].step}) != 1
-    ):
+    if case.snapshot.source == "dumps" or len(ranks) != 1 or not states:
         return None
-    mine = _until_now(case, case.states[ranks[0]])
+    state = case.states[ranks[0]]
+    if {x.step for x in states} != {state.step}:
+        return None
+    mine = _until_now(case, state)
     theirs = {site: {_until_now(case, st).get(site, 0) for st in states} for site in mine}
     found = [site for site, times in theirs.items() if len(times) == 1 and 0 < min(times) < mine[site]]
     if len(found) != 1:

@@ -81,18 +81,10 @@ class Verdict:
 
 
 def judge(
-    snapshot: Snapshot,
-    graph: WaitGraph,
-    exhausted: Collection[int] = (),
-    source: Source = no_source,
+    snapshot: Snapshot, graph: WaitGraph, exhausted: Collection[int] = (), source: Source = no_source
 ) -> list[Verdict]:
-    """Return one or more verdicts for every incident of a wait-for graph.
-
-    Args:
-        exhausted: Ranks that ran out of batches while others have some left.
-    """
-    found = (judge_incident(Case(snapshot, graph, i, exhausted, source)) for i in find(graph))
-    return [verdict for verdicts in found for verdict in verdicts]
+    """Return one or more verdicts for every incident of a wait-for graph; `exhausted` as in `Case`."""
+    return [v for i in find(graph) for v in judge_incident(Case(snapshot, graph, i, exhausted, source))]
 
 
 def judge_incident(case: Case) -> list[Verdict]:

@@ -13,12 +13,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from distdiag.diagnosis.culprit import (
-    ahead,
     arguments,
     call_order,
     conditions,
     divergence,
-    exchange,
     handlers,
     joined,
     loops,
@@ -29,6 +27,7 @@ from distdiag.diagnosis.culprit import (
     pending_exception,
     rhythm,
     sites,
+    stacks,
 )
 from distdiag.diagnosis.culprit.case import Case, Reason, Testimony
 from distdiag.diagnosis.waits.incidents import Root
@@ -111,7 +110,7 @@ _CONFLICT = (
     Witness(Reason.SITE, sites.new),
     Witness(Reason.HISTORY, sites.history),
     Witness(Reason.RHYTHM, rhythm.accuse, applies=_tie),
-    Witness(Reason.AHEAD, ahead.accuse),
+    Witness(Reason.AHEAD, stacks.ahead),
     Witness(Reason.ORDER, explain=arguments.reordered),
     Witness(Reason.PARTING, explain=conditions.between_sides),
     Witness(Reason.COUNT, explain=sites.more_calls),
@@ -134,12 +133,12 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.EXTRA, passes.extra),
         Witness(Reason.SKIPPED, passes.skipped),
         Witness(Reason.MESSAGES, message_counts.accuse, message_counts.explain),
-        Witness(Reason.EXCHANGE, exchange.accuse),
+        Witness(Reason.EXCHANGE, stacks.exchanged),
         Witness(Reason.ARGUMENT, arguments.new_peer),
         Witness(Reason.PATTERN, call_order.pattern),
         Witness(Reason.SITE, sites.new_in_cycle),
         Witness(Reason.COUNT, sites.visits_differ),
-        Witness(Reason.AHEAD, ahead.accuse_in_cycle),
+        Witness(Reason.AHEAD, stacks.in_cycle),
         Witness(Reason.ALONE, _alone),
         Witness(Reason.DIVERGENCE, divergence.accuse),
         Witness(Reason.ORDER, explain=call_order.message_later),

@@ -285,9 +285,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     # the user's frames, innermost first; on a device at the call that its device is in
     user_stack: tuple[Site, ...] = ()
     host_stack: tuple[Site, ...] = ()  # where the host is meanwhile, if it has returned from that call
-    names: tuple[
-        dict[str, int], ...
-    ] = ()  # the integers among the local variables of each user's frame; of stacks only
+    # the integers among the local variables of each user's frame; of stacks only
+    names: tuple[dict[str, int], ...] = ()
     loaders: tuple[Loader, ...] = ()
     models: tuple[Model, ...] = ()
     samples: tuple[Sample, ...] = ()
@@ -297,9 +296,8 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     # by a signal or `_exit` while no line of the script ran: a worker that waited for a task
     ended_at_rest: bool = False
     in_join: bool = False  # inside torch's Join context: uneven inputs are legal
-    logged: dict[
-        str, tuple[tuple[int, float], ...]
-    ] = {}  # newest (step, value) of each name of handle.log(), oldest first
+    # newest (step, value) of each name of handle.log(), oldest first
+    logged: dict[str, tuple[tuple[int, float], ...]] = {}
     caught: str | None = None  # the last exception out of torch that the script may have caught
     caught_s: Seconds | None = None
     handling: str | None = None  # the exception that it is handling while it waits: "KeyError: 'device'"
@@ -330,16 +328,14 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaul
     workers_busy: float | None = None  # runnable time of all of them per second: 0.5 is half a core
     # (exit code, signal) of a process that it started and that failed, unless it has noticed that by waiting for it
     dead_child: tuple[int | None, int | None] | None = None
-    cpus: tuple[
-        int, ...
-    ] = ()  # that its main thread and all its children may use, if fewer than its host or container has
+    # that its main thread and all its children may use, if fewer than its host or container has
+    cpus: tuple[int, ...] = ()
     launcher_cpus: int = 0  # number of CPUs that its parent may use; 0: not known, or all that there are
     phase_sites: dict[str, tuple[tuple[Site, int], ...]] = {}  # sampled sites of each phase, most frequent first
     phase_stacks: dict[str, tuple[Site, ...]] = {}  # one full user stack at each phase's most frequent site
     workers: tuple[Site | None, ...] = ()  # sites of its DataLoader's workers in the user's code; None: idle
-    worker_sites: tuple[
-        tuple[Site, int], ...
-    ] = ()  # where they were when it waited for them for long, most frequent first
+    # where they were when it waited for them for long, most frequent first
+    worker_sites: tuple[tuple[Site, int], ...] = ()
     lock_holders: tuple[int, ...] = ()  # ranks whose file locks this rank waits for (from the kernel's lock table)
     longest_delay_s: float = 0.0  # longest wait in seconds that it has caused so far without hanging
 
@@ -423,9 +419,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     restarts_left: int = 0  # how often its launcher starts the ranks again if they fail
     stopped_by: int | None = None  # the signal that its launcher got before the first rank ended
     usual_step_s: float | None = None  # median of all ranks' recent steps
-    stable_since_s: Seconds | None = (
-        None  # since when no rank has made progress, by earlier snapshots; None = not known
-    )
+    stable_since_s: Seconds | None = None  # since when no rank has made progress, by earlier snapshots
 
     def whole(self, group: str | None) -> bool:
         """True for the name of a group of all ranks of the job."""

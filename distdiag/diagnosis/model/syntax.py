@@ -23,6 +23,7 @@ MAX_TEXT = 1 << 20  # characters of a file; a longer one is not read
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.ClassDef)
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of a statement
 _CACHES = {"cache", "cached", "cached_property", "lru_cache", "memoize"}
 
 
@@ -67,16 +68,12 @@ def way(tree: ast.Module, line: int) -> Iterator[Step]:
     """Yield the blocks around a line, from the module inwards, each with the index of the line's statement."""
     owner: ast.AST = tree
     while True:
-        fields = (
-            (field, getattr(owner, field, None)) for field in ("body", "orelse", "finalbody", "handlers", "cases")
-        )
+        fields = ((field, getattr(owner, field, None)) for field in _BLOCKS)
         blocks = ((field, block) for field, block in fields if isinstance(block, list))
-        steps = (
-            Step(owner, field, block, i) for field, block in blocks for i, x in enumerate(block) if within(x, line)
-        )
-        if (step := next(steps, None)) is None:
+        found = ((field, block, i) for field, block in blocks for i, x in enumerate(block) if within(x, line))
+        if (at := next(found, None)) is None:
             return
-        yield step
+        yield (step := Step(owner, *at))
         owner = step.node
 
 

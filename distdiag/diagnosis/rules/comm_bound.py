@@ -136,10 +136,8 @@ def _in_vain(s: Snapshot, ddp: Gradients | None) -> Finding | None:
     of = {q: (m, r.step) for q, r in s.ranks.items() if r.step > WARM_STEPS for m in r.models if m.vain_no_syncs}
     if len(of) < s.world_size:
         return None
-    n, every, m = min(
-        ((round(m.vain_no_syncs / step), round(m.synced_backwards / step), m) for m, step in of.values()),
-        key=lambda x: x[:2],
-    )
+    each = ((round(m.vain_no_syncs / step), round(m.synced_backwards / step), m) for m, step in of.values())
+    n, every, m = min(each, key=lambda x: x[:2])
     if not 0 < n < every:
         return None
     sites = {q: next(iter(stack_of(s.ranks[q], "backward")), None) for q in of}

@@ -37,7 +37,6 @@ FINISHED = Template(kind, "rank_finished",
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     if facts.cascade.end is End.FINISHED:
         yield _finished(facts)
-    yield from (f for f in facts.repeated if f.kind == kind.name)
     yield from (lock_finding(facts.snapshot, lock) for lock in facts.locks)
     yield from incident_findings(facts, kind)
     if facts.graph.stuck and not facts.waits_settled:

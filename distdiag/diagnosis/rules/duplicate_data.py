@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -140,9 +141,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         )
     elif len(loaders) < 2 and (n := _equal_losses(s)):
         if shared := next(_exchanged(s, s.ranks, _EXCHANGES), None):
-            yield Abstained(
-                f"losses are equal, but the ranks exchange tensors in their steps ({shared[1].op}), of which all may compute one loss"
-            )
+            by = f"the ranks exchange tensors in their steps ({shared[1].op})"
+            yield Abstained(f"losses are equal, but {by}, of which all may compute one loss")
         else:
             yield _found(EQUAL_LOSSES, s, {}, sorted(s.ranks), n=n, do=_DO["fed"], repeated=len(s.ranks) - 1)
     elif len(loaders) < 2:
@@ -286,9 +286,8 @@ def _split(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> b
 def _by_design(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> Abstained | None:
     """Return why ranks whose loaders give the same may train on other data, or on parts of one model; None if they do not."""
     if _split(s, loaders, ranks):
-        return Abstained(
-            "the loaders give the same batches, and the model of each rank gets a part of each", checked=True
-        )
+        why = "the loaders give the same batches, and the model of each rank gets a part of each"
+        return Abstained(why, checked=True)
     of_steps = (c for r, c in _exchanged(s, ranks, _OF_PARTS) if c.site is None or r.sites.get(c.site.key, 0) >= r.step)
     own = {of[0].key & 0xFFFFFFFF for q in ranks if (of := samples_of(s.ranks[q], "outside_ddp"))}
     why = ""
@@ -448,9 +447,8 @@ def _same_samples(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         n = sum(readers[x] > 1 for x in lowest)
         if n >= limits.some_samples * len(lowest):
             # so many are left out for those that are read again; by values, unless the data set has samples twice
-            parts = all(
-                _is_part(x, s.world_size) and not (x.distributed_sampler and x.sampler_fits) for x in loaders.values()
-            )
+            split = any(x.distributed_sampler and x.sampler_fits for x in loaders.values())
+            parts = not split and all(_is_part(x, s.world_size) for x in loaders.values())
             indices = all(x.sampled_epoch & BY_INDEX for x in loaders.values())
             by_values = "" if indices else ", if the data set has no sample twice"
             yield _found(
@@ -482,23 +480,19 @@ def _common(a: dict[int, int], b: dict[int, int]) -> float:
 
 def _passes(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding | Abstained]:
     """Yield that the samplers of all ranks shuffle each pass over the data in the same order, or what is known of the order."""
+    abstained = partial(Abstained, cause=SAME_ORDER.cause)
     shuffled = [x for x in loaders.values() if x.distributed_sampler and x.shuffle]
+    known = (x for x in shuffled if _comparable(x.first_fingerprints) and _comparable(x.previous_fingerprints))
     same = sorted(q for q, x in loaders.items() if _same_order(x))
     if any(x.iterations_started < 2 for x in shuffled):
-        yield Abstained("no second pass over the data has begun", cause=SAME_ORDER.cause)
+        yield abstained("no second pass over the data has begun")
     elif same and len(same) == len(loaders):
         yield _found(SAME_ORDER, s, loaders, same, epoch=loaders[same[0]].sampler_epoch)
-    elif any(
-        _comparable(x.first_fingerprints) and _comparable(x.previous_fingerprints) and not _same_order(x)
-        for x in shuffled
-    ):
-        yield Abstained(
-            "a pass over the data began with other batches than the one before", checked=True, cause=SAME_ORDER.cause
-        )
+    elif any(not _same_order(x) for x in known):
+        yield abstained("a pass over the data began with other batches than the one before", checked=True)
     elif shuffled:
-        yield Abstained(
-            "the first batches of two passes over the data have no fingerprints yet, or no tensor that has one",
-            cause=SAME_ORDER.cause,
+        yield abstained(
+            "the first batches of two passes over the data have no fingerprints yet, or no tensor that has one"
         )
 
 
@@ -548,8 +542,8 @@ def _exchanged(s: Snapshot, ranks: Iterable[int], names: Collection[str]) -> Ite
     for r in (s.ranks[q] for q in ranks):
         since_s = r.steps[0].end_s if r.steps else 0.0
         for c in r.calls:
-            known, large = family(c.op), c.bytes is None or c.bytes > averaged.metrics_bytes
-            if known is not None and known.name in names and large and (c.entered_s or 0.0) >= since_s:
+            known = family(c.op)
+            if known is not None and known.name in names and averaged.is_data(c) and (c.entered_s or 0.0) >= since_s:
                 yield r, c
 
 

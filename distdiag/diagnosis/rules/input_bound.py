@@ -131,13 +131,10 @@ def _epoch_starts(s: Snapshot, window: Window) -> tuple[float, float, int] | Non
         per_epoch, rest = divmod(length, round(batches))
         if rest or per_epoch < limits.least_epoch:
             return None
-        begun = (
-            s.ranks[q].step - x.batches // round(batches) + 1
-        )  # the epoch's first step, or the one before: a batch may be in use
-        waits = max(
-            ([y.data_ms for y in steps if (y.step - at_first) % per_epoch == 0] for at_first in (begun, begun + 1)),
-            key=sum,
-        )
+        # the epoch's first step, or the one before: a batch may be in use
+        begun = s.ranks[q].step - x.batches // round(batches) + 1
+        of_first = ([y.data_ms for y in steps if (y.step - at) % per_epoch == 0] for at in (begun, begun + 1))
+        waits = max(of_first, key=sum)
         total = sum(y.data_ms for y in steps)
         of_rank.append((sum(waits) / total if total else 0.0, statistics.fmean(waits or [0.0]), length))
     found = min(of_rank)

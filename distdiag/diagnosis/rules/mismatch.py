@@ -38,7 +38,6 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
                 yield _two_threads(facts.snapshot, facts.cascade)
         case End.LOST if SPLITS.search(facts.snapshot.ranks[facts.cascade.ranks[0]].exception or ""):
             yield _own_splits(facts.snapshot, facts.cascade)
-    yield from (f for f in facts.repeated if f.kind == kind.name)
     yield from incident_findings(facts, kind)
     yield from completed(facts.snapshot)
 

@@ -105,11 +105,9 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 def _silent(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
     """Yield ranks without heartbeat on a node whose ranks others wait for. If no rank waits, only its monitor may be gone."""
-    silent = {
-        q: r.heartbeat_age_s or 0.0
-        for q in sorted(graph.sinks)
-        if (r := s.ranks.get(q)) is not None and r.life == Life.SILENT and (r.heartbeat_age_s or 0.0) >= limits.silent_s
-    }
+    states = (s.ranks[q] for q in sorted(graph.sinks) if q in s.ranks)
+    ages = {r.rank: r.heartbeat_age_s or 0.0 for r in states if r.life == Life.SILENT}
+    silent = {q: age_s for q, age_s in ages.items() if age_s >= limits.silent_s}
     victims = waiting_since(s, graph, silent)
     since = [t for t in victims.values() if t is not None]
     if since and s.t_s - min(since) >= limits.silent_s:
@@ -130,21 +128,20 @@ def _lost(facts: Facts) -> Finding:
     code = "" if killed or first.exception else line_at(first.current_site, facts.source)
     elsewhere = bool(code) and not _EXITS.search(code)  # another thread ended the process
     left = paths.enclosing(first.current_site, facts.source) if code and not elsewhere else None
+    exits = _exit_call(facts, first) if elsewhere else None
     state = "killed" if killed else "crashed"
     shown = (known(first) or ("",))[0]
     condition = f", under `{left.text}` at line {left.line}" if left is not None else f"; {shown}" if shown else ""
     if elsewhere:
         condition = f" and no exception; its main thread was last seen{at(first.current_site)}"
-        exits = _exit_call(facts, first)
         condition += f"; {site_text(exits)} calls os._exit({first.exit_code})" if exits is not None else ""
-    of_memory = [
-        f for f in facts.reported if (f.kind, f.cause) == (kinds.MEMORY.name, "growth") and first.rank in f.culprits
-    ]
-    grown = bool(of_memory) and (elsewhere or first.signal == signals.SIGKILL)
+    of_memory = (f for f in facts.reported if (f.kind, f.cause) == (kinds.MEMORY.name, "growth"))
+    growing = any(first.rank in f.culprits for f in of_memory)
+    grown = growing and (elsewhere or first.signal == signals.SIGKILL)
     condition += "; its memory had been growing" if grown else ""
     if unset_key(first):
-        setter = _setter(facts, first)
-        condition += f"; nobody had set that key{f', as {site_text(setter)} does' if setter is not None else ''}"
+        setter = site_text(_setter(facts, first))
+        condition += f"; nobody had set that key{f', as {setter} does' if setter else ''}"
     by_choice = bool(code) and not (elsewhere or victims) and len({s.ranks[q].current_site for q in culprits}) == 1
     return (KILLED if killed else LEFT if by_choice and s.restarts_left > 0 else CRASHED)(
         culprits=culprits, victims=victims,
@@ -155,7 +152,8 @@ def _lost(facts: Facts) -> Finding:
         site=None if elsewhere else first.current_site, condition=condition,
         cost="the job cannot continue without it" if victims else "the job ended",
         do=("see first what lets its memory grow (the finding on memory); else " if grown else "") + (
-            _chosen(facts, first) if elsewhere else _repair(facts, first, echoes, left) if not killed
+            _DO["chosen" if exits is None else "called"].format(first.exit_code, at(exits)) if elsewhere
+            else _repair(facts, first, echoes, left) if not killed
             else _DO.get(signal, _DO["sent" if first.signal in _SENT else "signal"])
         ),
     )  # fmt: skip
@@ -167,10 +165,8 @@ def _repair(facts: Facts, first: RankState, echoes: set[int], left: paths.Condit
     if UNUSED.search(text):
         return _DO["unused"]
     if unset_key(first):
-        setter = _setter(facts, first)
-        return _DO["key"].format(
-            site_text(setter) if setter is not None else "what sets that key (search for its name)"
-        )
+        setter = site_text(_setter(facts, first))
+        return _DO["key"].format(setter or "what sets that key (search for its name)")
     if left is not None:
         together = ", and let all ranks leave together (all_reduce the decision)" if victims else ""
         return f"find why `{left.text.removeprefix('if ')}` held on {rank_list(culprits)}{together}"
@@ -194,12 +190,6 @@ def _exit_call(facts: Facts, first: RankState) -> Site | None:
     exits = ((x.args[0], site) for x, site in calls if syntax.name_of(x.func) == "_exit" and x.args)
     found = {site for code, site in exits if isinstance(code, ast.Constant) and code.value == first.exit_code}
     return found.pop() if len(found) == 1 else None
-
-
-def _chosen(facts: Facts, first: RankState) -> str:
-    """Return what to do about a process that another thread ended."""
-    exits = _exit_call(facts, first)
-    return _DO["chosen" if exits is None else "called"].format(first.exit_code, at(exits))
 
 
 def _setter(facts: Facts, first: RankState) -> Site | None:

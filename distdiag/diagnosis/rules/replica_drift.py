@@ -20,6 +20,7 @@ from distdiag.diagnosis.replicas import (
     comparable,
     differ,
     each_text,
+    exchange_tensors,
     limits,
     sampled,
     samples_of,
@@ -88,11 +89,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
 
 def _and_teams(facts: Facts, found: Finding, teams: list[tuple[int, ...]]) -> Finding:
     """Return a drift within one set of ranks, which names the other sets that drift, too."""
-    drifts = [
-        _drift(facts, "parameters", ranks, True)
-        for of in sorted(teams)
-        if (ranks := [q for q in of if q in facts.snapshot.ranks])
-    ]
+    known = ([q for q in of if q in facts.snapshot.ranks] for of in sorted(teams))
+    drifts = (_drift(facts, "parameters", ranks, True) for ranks in known if ranks)
     too = [x for x in drifts if isinstance(x, Finding)]
     shown = ", ".join(rank_list(sorted({*x.culprits, *x.victims})) for x in too[:3]) + (", …" if len(too) > 3 else "")
     victims = sorted({*found.victims, *(q for x in too for q in (*x.culprits, *x.victims))})
@@ -157,6 +155,7 @@ def _logged(s: Snapshot) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_OWN_PARTS = "the parameters that the ranks' optimizers step differ, as shards or each rank's own parts of a model may"
 _NAMED = {
     "outside_ddp": "parameters outside DDP",
     "outside_fsdp": "parameters that FSDP does not shard",
@@ -179,7 +178,8 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
     samples = by_step({q: {x.step: x for x in samples_of(s.ranks[q], kind_of)} for q in ranks})
     sums = {k: {q: x.value for q, x in of.items()} for k, of in samples.items()}
     common = [k for k, of in samples.items() if comparable([x.key for x in of.values()])]
-    separate = _separate(s) if kind_of == "parameters" and not split else ""
+    sets = separate_sets(s) if kind_of == "parameters" and not split else []
+    separate = f"{sets_text(sets)} exchange nothing in most steps, so their replicas were not compared" if sets else ""
     if len(common) < limits.samples:
         few = f"all ranks have checksums of the same elements of {named} at {counted(len(common), 'step')}"
         return abstained(separate or f"{few}; {limits.samples} are needed")
@@ -205,12 +205,8 @@ def _drift(facts: Facts, kind_of: str, ranks: list[int], split: bool) -> Finding
         averaged = kind_of == "parameters" and any(x.value >= limits.averaged for x in sampled(s, "averaged"))
         if common[0] or kind_of not in ("parameters", "outside_fsdp") or averaged or not steps[0]:
             stepped = kind_of == "parameters" and not any(r.models for r in s.ranks.values())
-            why = (
-                "the parameters that the ranks' optimizers step differ, as shards or each rank's own parts of a model may"
-                if stepped
-                else f"{named} differ, as the structure of the model allows"
-            )
-            return abstained(why, checked=True)
+            why = f"{named} differ, as the structure of the model allows"
+            return abstained(_OWN_PARTS if stepped else why, checked=True)
         return abstained(f"{named} agreed before the first step and differ since: each rank may have its own by intent")
     if cause == "overwritten":
         name, severity = next(reversed(sampled(s, kind_of))).name, Severity.INFO if over else None
@@ -234,12 +230,6 @@ def _over(facts: Facts, steps: list[int], common: list[int]) -> bool:
     return told and equal and _cause(facts.snapshot, "state", steps) == "overwritten"
 
 
-def _separate(s: Snapshot) -> str:
-    """Return which sets of ranks exchange nothing, so that their replicas cannot be compared; empty if there are none."""
-    sets = separate_sets(s)
-    return f"{sets_text(sets)} exchange nothing in most steps, so their replicas were not compared" if sets else ""
-
-
 def _agree(named: str, compared: list[int], differing: int) -> str:
     """Return why there is no drift: of what, and at which steps, the checksums were compared."""
     n, newest = counted(len(compared), "step"), f"the newest is {compared[-1]:,}"
@@ -259,9 +249,8 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
     """Return why replicas differ; None if they may differ by design."""
     models = [m for r in s.ranks.values() for m in r.models]
     over_all = [m for m in models if s.whole(m.group)]
-    if kind in ("state", "frozen") and all(
-        len({x.value for x in samples_of(r, kind)}) < limits.samples for r in s.ranks.values()
-    ):
+    values = ({x.value for x in samples_of(r, kind)} for r in s.ranks.values())
+    if kind in ("state", "frozen") and all(len(of) < limits.samples for of in values):
         return None  # a constant of each rank
     if kind in ("state", "buffers"):
         sent = {m.broadcast_buffers for m in over_all} if synchronous(s) else set()
@@ -269,10 +258,10 @@ def _cause(s: Snapshot, kind: str, drifting: list[int]) -> str | None:
             return "overwritten"
         return kind if sent == {False} else None
     if kind in ("untrained", "frozen"):  # an exchange of the script may keep the latter close to each other
-        own = kind == "frozen" and _exchange_tensors(s)
+        own = kind == "frozen" and exchange_tensors(s)
         return kind if over_all and synchronous(s) and not own else None
     if kind == "outside_ddp":
-        return None if _exchange_tensors(s) else kind
+        return None if exchange_tensors(s) else kind
     if kind == "outside_fsdp":
         every = all(limits.reduced[0] <= x.value <= limits.reduced[1] for x in sampled(s, "reduced"))
         return kind if _left_to_ranks(s, *["all_reduce"] * every) else None
@@ -332,7 +321,7 @@ def _never_averaged(s: Snapshot, shares: list[float]) -> bool:
         return False
     if any(share > limits.metrics for share in (*shares, *(x.value for x in sampled(s, "averaged")))):
         return False
-    return not _exchange_tensors(s) and all(x.iterations_started > 1 for x in loaders.values())
+    return not exchange_tensors(s) and all(x.iterations_started > 1 for x in loaders.values())
 
 
 def _left_to_ranks(s: Snapshot, *reduces: str) -> bool:
@@ -344,19 +333,9 @@ def _left_to_ranks(s: Snapshot, *reduces: str) -> bool:
         reduces: Operations of the script that may reduce all gradients, and do not keep these parameters equal.
     """
     common = by_step({q: values_of(r, "outside_fsdp") for q, r in s.ranks.items()})
-    calls = (
-        c for r in s.ranks.values() for c in r.calls if c.op not in (*limits.no_exchange, *limits.of_fsdp, *reduces)
-    )
-    exchanged = any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
-    own = exchanged or any(r.p2p_issued or r.models for r in s.ranks.values())
+    own = exchange_tensors(s, *limits.of_fsdp, *reduces) or any(r.p2p_issued or r.models for r in s.ranks.values())
     apart = [k for k, of in common.items() if len(set(of.values())) > 1]
     return [0, *apart] == [*common] and synchronous(s) and not own
-
-
-def _exchange_tensors(s: Snapshot) -> bool:
-    """True if the script itself exchanges tensors that are no metrics: gradients, activations, or what it does not tell."""
-    calls = (c for r in s.ranks.values() for c in r.calls if c.op not in limits.no_exchange)
-    return any(c.bytes is None or c.bytes > limits.metrics_bytes for c in calls)
 
 
 def _apart_in(s: Snapshot, kind: str, drifting: list[int]) -> dict[int, float]:
@@ -490,9 +469,8 @@ def _hooks_lost(s: Snapshot, since: int) -> Sample | None:
 
 def _apart(s: Snapshot, equal: int | None, first: int, odd: tuple[int, ...]) -> tuple[str, bool]:
     """Return how the parameters came apart between two steps, and whether something else than the common steps wrote those of `odd`."""
-    counts = by_step(
-        {q: {x.step: x.key & 0xFFFFFFFF for x in samples_of(r, "learning_rate")} for q, r in s.ranks.items()}
-    )
+    rates = by_step({q: {x.step: x for x in samples_of(r, "learning_rate")} for q, r in s.ranks.items()})
+    counts = {k: {q: x.key & 0xFFFFFFFF for q, x in of.items()} for k, of in rates.items()}
     written = {q: n - counts[equal][q] for q, n in counts[first].items()} if equal in counts and first in counts else {}
     most = {q for q, n in written.items() if n == max(written.values())}
     named = {*odd} or most

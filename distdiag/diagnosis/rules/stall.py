@@ -32,7 +32,6 @@ from distdiag.diagnosis.polled import (
     nobody_sets,
     polled_loop,
 )
-from distdiag.diagnosis.queues import filled_by, other_end
 from distdiag.diagnosis.text import stall as wording
 from distdiag.diagnosis.text.conditions import conditions_text, decision_advice, kept_text, left_text
 from distdiag.diagnosis.text.incident import implicit_text, verb
@@ -47,7 +46,7 @@ from distdiag.diagnosis.text.phrases import (
     workers_of,
 )
 from distdiag.diagnosis.text.template import filled
-from distdiag.diagnosis.threads import Open, ended_thread, left_open
+from distdiag.diagnosis.threads import Open, ended_thread, filled_by, left_open, other_end
 from distdiag.diagnosis.training_data import UNSEEN
 from distdiag.diagnosis.waits.delays import incomplete, kept_waiting, motionless_s, outpaced
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -60,15 +59,12 @@ from distdiag.terms.sites import line_text
 from distdiag.terms.units import rough_duration, size_text
 
 kind = kinds.STALL
+_PATIENCE_S = {a.word: a.patience_s for a in ACTIVITIES if a.patience_s} | {"validation": 60.0}
 
 
 @dataclass(frozen=True)
 class Limits:
-    patience_s: Mapping[str, float] = field(
-        default_factory=lambda: MappingProxyType(
-            {a.word: a.patience_s for a in ACTIVITIES if a.patience_s} | {"validation": 60.0}
-        )
-    )
+    patience_s: Mapping[str, float] = field(default_factory=lambda: MappingProxyType(_PATIENCE_S))
     """Seconds that the others may wait for a rank, by what it does. Nobody answers a prompt of a
     batch job; a checkpoint to a slow disk may be slow. What a rank computes, or another
     program for it, under a condition on the rank while the others wait in a barrier, or in a
@@ -247,9 +243,8 @@ def _nobody_moves(facts: Facts) -> Iterator[Finding]:
     idle = all(r.host_blocked or r.host_wait is not None or r.store_key for r in ranks)
     sets = _unset(facts, still_s or 0.0)
     # nobody is left to set a key: that is an error, which takes a multiple of the patience
-    least_s = (
-        limits.factor * limits.patience_s["store_key"] if sets else limits.long_s if idle else limits.nobody_busy_s
-    )
+    still = limits.long_s if idle else limits.nobody_busy_s
+    least_s = limits.factor * limits.patience_s["store_key"] if sets else still
     limit_s = max(least_s, limits.factor * (s.usual_step_s or 0.0))
     naps = any(not r.store_key and "sleep(" in line_at(r.current_site, facts.source) for r in ranks)
     if still_s is None or still_s < limit_s or naps:

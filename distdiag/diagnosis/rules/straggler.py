@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from distdiag.diagnosis import comparison, kinds
+from distdiag.diagnosis.call_cost import LARGER
 from distdiag.diagnosis.comparison import COSTLY, Subset, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
@@ -25,13 +26,12 @@ from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.pauses import Lost, Pauses, validates
 from distdiag.diagnosis.slow_because import explained, of_all_ranks, of_thread
-from distdiag.diagnosis.slow_case import VETOES, Case, at_lock, busy, case_of, limits
+from distdiag.diagnosis.slow_case import VETOES, Case, at_lock, busy, case_of, limits, sleeps
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, waited_for_worker, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
-from distdiag.diagnosis.uneven_exchange import LARGER
 from distdiag.terms.activity import by_line
 from distdiag.terms.units import counted
 
@@ -45,11 +45,8 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     """Yield the straggler, or why there is none, and the ranks whose pauses sum up."""
     by_thread = {f.culprits for f in facts.reported if f.kind == kind.name and f.advice == text.THREAD}
     # while a thread is known to make a rank slow, it is slow in whichever phase gets the GIL later
-    outcomes = [
-        x
-        for x in _in_window(facts)
-        if not isinstance(x, Finding) or x.advice == text.THREAD or x.culprits not in by_thread
-    ]
+    found = _in_window(facts)
+    outcomes = [x for x in found if isinstance(x, Abstained) or x.advice == text.THREAD or x.culprits not in by_thread]
     of_one = [f for f in (*outcomes, *facts.reported) if isinstance(f, Finding) and f.culprits]
     slow = [f for f in of_one if f.kind == kind.name and f.severity == Severity.WARNING]
     # the sum of its pauses would only repeat these
@@ -277,11 +274,10 @@ def _in_turn_advice(case: Case, phase: str, sites: Mapping[int, Site | None]) ->
 
 def _sleeps(r: RankState, window: Window, phase: str) -> bool:
     """True if a rank neither computes nor lacks a CPU for most of what this phase takes."""
-    if r.cpu_pct is None or r.queued_share is None:
+    if r.queued_share is None:
         return False
-    step_ms, waited_ms = window.step_ms(r.rank), statistics.median(x.wait_ms for x in window.steps[r.rank])
-    phase_ms = statistics.median(part_ms(x, phase) for x in window.steps[r.rank]) - r.queued_share * step_ms
-    return (1.0 - r.cpu_pct / 100 - r.queued_share) * step_ms - waited_ms >= limits.concentrated * phase_ms
+    phase_ms = statistics.median(part_ms(x, phase) for x in window.steps[r.rank])
+    return sleeps(r, window, phase_ms - r.queued_share * window.step_ms(r.rank))
 
 
 def _meet_rarely(window: Window, subset: Subset) -> bool:

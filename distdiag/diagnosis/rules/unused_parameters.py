@@ -54,12 +54,8 @@ class Limits:
 
 
 limits = Limits()
-_SAMPLED = (
-    "no_gradients",
-    "not_stepped",
-    "parameters",
-    "reduced",
-)  # at the same steps, where there is something to sample
+# at the same steps, where there is something to sample
+_SAMPLED = ("no_gradients", "not_stepped", "parameters", "reduced")
 
 UNUSED_TEXT = Template(kind, "never_used",
     "{n:,} parameter{n:|s} ({elements:,} element{elements:|s}) {lack}: {shown}{site}{why}{branch}", "{cost}",
@@ -73,6 +69,9 @@ UNCHANGED = Template(kind, "not_updated", "no optimizer step changes the model o
 NEVER = Template(kind, "never_used",
     "{gathered}{n:,} of {all:,} parameters that the optimizer of {victims} steps ({share} of their elements{first}) {n:has|have} had no gradient at any of "
     "{times} sampled steps up to step {step}", "they are not trained", "{do}")  # fmt: skip
+_WITHOUT_DDP = (
+    "without DistributedDataParallel only parameters of torch's optimizers that never have a gradient are looked for"
+)
 UNREACHED = "; forward called their modules, but their output does not reach the loss"
 GATHERED = "the all_gather{site}, in every step, passes no gradient on, unless an autograd function or `torch.distributed.nn` calls it"
 NOT_STEPPED = Template(kind, "not_updated",
@@ -125,9 +124,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         yield found
     if not models:
         if found is None:
-            yield Abstained(
-                "without DistributedDataParallel only parameters of torch's optimizers that never have a gradient are looked for"
-            )
+            yield Abstained(_WITHOUT_DDP)
         return
     if not any(m.unused_checks for m in models):
         yield Abstained("no backward has been checked for missing gradients")
@@ -178,9 +175,7 @@ def _never(s: Snapshot) -> Finding | None:
         return None
     samples, gathered = of[min(of)], _gathered(s.ranks[min(of)])
     newest, share = samples[-1], (samples[-1].key >> 32) / 1e6
-    sites = {
-        q: gathered or (stack[0] if (stack := s.ranks[q].phase_stacks.get("backward")) else None) for q in sorted(of)
-    }
+    sites = {q: gathered or next(iter(s.ranks[q].phase_stacks.get("backward", ())), None) for q in sorted(of)}
     return NEVER(
         victims=sorted(of), where=wheres(s, sites, None, sites), step=newest.step, n=int(newest.value), all=_all(newest),
         share="over 99 %" if share > 0.99 else "under 1 %" if share < 0.01 else percent(share), times=len(samples), do=_DO["cut"],
@@ -340,6 +335,7 @@ def _unused(case: _Case) -> Finding | None:
     culprits = sorted(having) if differs and case.lacking else []
     reached = case.expected and not case.refused and not case.hooks_lost and _entered(case.first, unused)
     gathered = _gathered(states[min(having)]) if reached else None
+    unreached = UNREACHED + (f"; {_of_gather(gathered)}" if gathered is not None else "")
     crash = f"DDP {'refuses' if case.refused else 'will refuse'} the next forward"
     called = case.first.never_called if case.first.unused_step <= 1 and not differs else None
     # several layers of one module are called by calling that
@@ -355,7 +351,7 @@ def _unused(case: _Case) -> Finding | None:
         where=(where(states[q], "crashed" if q in case.refused else None, having[q].unused_site) for q in sorted(having)),
         names=unused, step=max(m.unused_step for m in having.values()), n=len(unused),
         elements=sum(unused.values()), lack=lack, shown=shown,
-        site=next((m.unused_site for m in having.values() if m.unused_site), None), why=_unreached(gathered) if reached else _why(case),
+        site=next((m.unused_site for m in having.values() if m.unused_site), None), why=unreached if reached else _why(case),
         branch=_branch(case, culprits), cost=crash if severity == Severity.ERROR else "they are never trained",
         do=WAYS["hooks_lost"].do if case.hooks_lost else do.replace("{what}", what),
     )  # fmt: skip
@@ -367,10 +363,6 @@ def _entered(m: Model, names: Collection[str]) -> bool:
         return False
     entered = [name for name in names if name.rpartition(".")[0] not in m.never_called]
     return 2 * len(entered) > len(names)
-
-
-def _unreached(gathered: Site | None) -> str:
-    return UNREACHED + (f"; {_of_gather(gathered)}" if gathered is not None else "")
 
 
 def _of_gather(site: Site) -> str:

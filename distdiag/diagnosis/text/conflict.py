@@ -24,9 +24,7 @@ SHOWN_RANKS = 4
 SHOWN_CALLERS = 4
 _OWN_GROUP = "let the main thread make that call, or give the thread its own process group (`dist.new_group()`)"
 THREADS_ADVICE = f"{_OWN_GROUP}, and make the same calls in a thread on every rank"
-_ASYNC_SAVE = re.compile(
-    r"(?<!def )\basync_save\s*\("
-)  # torch.distributed.checkpoint: it communicates in a thread of torch's
+_ASYNC_SAVE = re.compile(r"(?<!def )\basync_save\s*\(")  # of checkpoints: it communicates in a thread of torch's
 _SAVES_ADVICE = (
     'give async_save{site} its own process group, which all ranks make once: `process_group=dist.new_group(backend="gloo")`; '
     "or wait for its result before the next collective"
@@ -59,6 +57,9 @@ _ADVICE = {
     "broadcast its choice",
     "led": "see the call{led} that leads {first} to {a}: if only {first} {first:makes|make} it, as under `if rank == 0`, let all ranks make it, or "
     "none; {second} {second:is|are} at {both}",
+    # a later line: others have yet to come there, or in a loop, to come there again
+    "past": "see whether {first} left out {b}, to which the call{other} leads {second}: all ranks must make it; if both lines are in one "
+    "loop, see what leads only {first} to the call{led}",
     "op": "make all ranks call the same operation: compare {both}, and find what leads {first} to the one and {second} to the other",
 }
 
@@ -70,17 +71,20 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
     if what == "shape" and compatible.splits_disagree(wait.calls.values()):
         return _splits_text(snapshot, verdict)
     sides = _sides(verdict)[:3]
-    texts = [
-        f"{rank_list(set(s))} {_does(snapshot, wait, s)} {_side_text(verdict, snapshot, s, what)}{_some_left(snapshot, wait, s)}"
-        for s in sides
-    ]
+    texts = []
+    for side in sides:
+        left = _left(snapshot, wait, side)  # on a device the smaller of two calls may end alone
+        all_left = verb(side, "has completed", "have completed") if left == sorted(side) else ""
+        does = all_left or ("have made" if left else verb(side, "is in", "are in"))
+        some = f" ({rank_list(left)} {verb(left, 'has', 'have')} completed it)" if left and not all_left else ""
+        texts.append(f"{rank_list(side)} {does} {_side_text(verdict, snapshot, side, what)}{some}")
     number, group = number_text(snapshot, wait), group_text(snapshot, wait.group)
     end = "they cannot complete together" if snapshot.source == "stacks" else "it can never complete"
     end += " on all ranks" if any(_left(snapshot, wait, side) for side in wait.sides) else ""
     led = _led(verdict) if culprits else None
-    reason = f"; {rank_list(sides[0])} came there by the call{at(led)}" * (led is not None) + evidence.reason_text(
-        verdict
-    )
+    reason = evidence.reason_text(verdict)
+    if led is not None:
+        reason = f"; {rank_list(sides[0])} came there by the call{at(led[0])}, the others by that{at(led[1])}" + reason
     threads = _threads(wait)
     if threads:
         who = rank_list(threads) if culprits else "each rank"
@@ -119,8 +123,12 @@ def advice(verdict: Verdict) -> str:
         return filled(_SPLITS_ADVICE, both=both)
     apart = a.site is not None and b.site is not None and a.site.key != b.site.key
     if _threads(wait):
-        saves = _saved_at(verdict, next(call for call in wait.calls.values() if call.other_thread))
-        return filled(_SAVES_ADVICE, site=saves) if saves else THREADS_ADVICE if verdict.culprits else _OWN_GROUP
+        call = next(call for call in wait.calls.values() if call.other_thread)
+        saves = _saved_at(verdict, call)
+        by_torch = saves or (
+            call.site is None and verdict.case.snapshot.source == "dumps"
+        )  # its stack has no other code
+        return filled(_SAVES_ADVICE, site=saves) if by_torch else THREADS_ADVICE if verdict.culprits else _OWN_GROUP
     row = cause if cause in _ADVICE else "op"
     other_call = apart and cause == "dtype" and compatible.elements(a) != compatible.elements(b)
     if wait.p2p and cause == "shape":
@@ -137,23 +145,23 @@ def advice(verdict: Verdict) -> str:
         row = "gather"
     led = _led(verdict) if row == "op" and verdict.culprits else None
     if led is not None:
-        row, both = "led", site_text(b.site) if b.site else "another call"
+        row, both = "led" if led[0].line < led[1].line else "past", site_text(b.site) if b.site else "another call"
     mine, theirs = (compatible.dtype_name(call.dtype) for call in (a, b))
     return filled(
         _ADVICE[row], both=both, first=first, second=second, theirs=theirs,
-        led=led, either="" if verdict.culprits else f", or on {rank_list(second)} to {mine}",
+        led=led and led[0], other=led and led[1], either="" if verdict.culprits else f", or on {rank_list(second)} to {mine}",
         a=f"{compatible.op_name(a.op)}{at(a.site)}", b=f"{compatible.op_name(b.op)}{at(b.site)}",
     )  # fmt: skip
 
 
-def _led(verdict: Verdict) -> Site | None:
-    """Return the culprits' line in the innermost function that both sides are in, if their call is made further inside. Of stacks only:
-    where calls are counted, a call has its callers."""
+def _led(verdict: Verdict) -> tuple[Site, Site] | None:
+    """Return the lines of both sides in the innermost function that both are in, if the culprits' call is made further inside. Of stacks
+    only: where calls are counted, a call has its callers."""
     first, second = (verdict.case.states[min(side)].user_stack[::-1] for side in _sides(verdict)[:2])
     for mine, theirs in zip(first, second, strict=False):
         if mine != theirs:
             shared = (mine.file, mine.function) == (theirs.file, theirs.function)
-            return mine if shared and mine != first[-1] and verdict.case.snapshot.source == "stacks" else None
+            return (mine, theirs) if shared and mine != first[-1] and verdict.case.snapshot.source == "stacks" else None
     return None
 
 
@@ -162,32 +170,16 @@ def _sides(verdict: Verdict) -> list[frozenset[int]]:
     return sorted(verdict.wait.sides, key=lambda s: (not (s & set(verdict.culprits)), -len(s), min(s)))
 
 
-def _does(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
-    """Return `is in`, `have made` if some are through, or `has completed`: on a device the smaller of two calls may end alone."""
-    left = _left(snapshot, wait, side)
-    if left == sorted(side):
-        return verb(side, "has completed", "have completed")
-    return "have made" if left else verb(side, "is in", "are in")
-
-
 def _left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> list[int]:
     """Return the ranks whose call has completed: of a broadcast those that have got the root's tensor.
 
     On a host backend a call that raised counts as complete: only one that has made the next call is known to be through.
     """
-    calls = {q: wait.calls.get(q) for q in side}
+    known = {q for q in side if q in wait.calls and wait.calls[q].on_device}
     if wait.p2p:  # the number is that of the message, and no count of the group's collectives
-        return sorted(
-            q for q, call in calls.items() if call is not None and call.on_device and call.completed_s is not None
-        )
-    known = {q for q, call in calls.items() if call is not None and call.on_device}
+        return sorted(q for q in known if wait.calls[q].completed_s is not None)
     known |= {q for q in side if snapshot.ranks[q].enqueued.get(wait.group, 0) > wait.seq}
     return sorted(q for q in known if snapshot.ranks[q].completed.get(wait.group, 0) >= wait.seq)
-
-
-def _some_left(snapshot: Snapshot, wait: Wait, side: Collection[int]) -> str:
-    left = _left(snapshot, wait, side)
-    return f" ({rank_list(left)} {verb(left, 'has', 'have')} completed it)" if 0 < len(left) < len(side) else ""
 
 
 def with_threads(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> dict[int, tuple[Wait, Call]]:
@@ -236,11 +228,8 @@ def _sites(verdict: Verdict) -> dict[int, Site | None]:
     sites = {rank: call.site for rank, call in calls.items()}
     stacks = {q: states[q].user_stack for q, call in calls.items() if q in states and last_wait(states[q]) == call}
     parted = next((n for n, x in enumerate(zip(*stacks.values(), strict=False)) if len(set(x)) > 1), 0)
-    if (
-        len(stacks) < len(sites)
-        or len({*sites.values(), *(x[0] for x in stacks.values() if x)}) > 1
-        or parted >= SHOWN_CALLERS
-    ):
+    one_line = len({*sites.values(), *(x[0] for x in stacks.values() if x)}) == 1
+    if len(stacks) < len(sites) or not one_line or parted >= SHOWN_CALLERS:
         return sites
     paths = ((q, stack[: parted + 1]) for q, stack in stacks.items() if parted and states[q].life != Life.KILLED)
     return sites | {q: reduce(lambda outer, x: replace(x, caller=outer), reversed(path), None) for q, path in paths}

@@ -82,8 +82,8 @@ class Words:
     cost: str = "each rank trains a different model; only one of them is saved"
     cause: str = ""  # of the kind, if it is not the name of the row
     # Of which line this is evidence: "averaging" of gradients, "all_reduce" (the same, by hand only), "wrap" in DDP, or of the first phase that
-    # is sampled: "optimizer" (its step), "backward".
-    place: str = ""
+    # is sampled: "optimizer" (its step), "backward". Empty: of none.
+    place: str = "averaging"
 
 
 # fmt: off
@@ -91,44 +91,38 @@ WAYS = {
     "gradients_not_synced": Words(
         "their gradients are not averaged",
         "call the DDP-wrapped model, not model.module, in the training step; step the parameters that DDP wraps",
-        place="averaging",
     ),
     "some_steps": Words(
         "DDP averages gradients before some of the optimizer steps only: {passes:,} backward passes in {steps:,} steps",
         "let the last backward pass before each optimizer step average, outside `no_sync()` and through the DDP-wrapped model: "
         "also where the end of an epoch cuts an accumulation short",
-        place="averaging",
     ),
     "never_synced": Words(
         "their gradients are not averaged: DDP's forward runs, but no backward pass averages, as in `no_sync()`",
         "let the last backward pass before each optimizer step run outside `no_sync()`: the condition that ends the accumulation "
         "is never true on any rank; or look for `require_backward_grad_sync = False`",
-        place="averaging",
     ),
     "hooks_lost": Words(
         "DDP's hooks are no longer on {hooks} ({name}, …), so no gradient of these is averaged: DDP put them on autograd nodes that are "
         "replaced when parameters get another dtype or device",
         "convert or move a copy of the module (`copy.deepcopy(model.module).half()`), or only its outputs, or use autocast; or convert "
         "it before DDP wraps it, and wrap it again after each `.half()`, `.double()`, `.float()` or `.to()` that changes its parameters",
-        cause="gradients_not_synced",
+        cause="gradients_not_synced", place="",
     ),
     "never_averaged": Words(
         "nothing averages their gradients: no DDP, and no collective that exchanges a tensor",
         "wrap the model in DistributedDataParallel: the loader splits the data by rank, so each rank trains its own model on its "
         "part of the data",
-        place="averaging",
     ),
     "some_reduced": Words(
         "{share:share} of the gradients' elements are reduced in each step",
         "average the gradients of all parameters: look for a filter by name, by group or by `p.grad is not None` where they are "
         "collected; if the others are to be each rank's own (experts, personal layers), ignore this",
-        place="averaging",
     ),
     "partly_averaged": Words(
         "all gradients were averaged before, but not those of the parameters that have been trained since",
         "average the gradients of all parameters that are trained: rebuild the list or bucket of gradients after parameters were "
         "added or unfrozen",
-        place="averaging",
     ),
     "not_written_back": Words(
         "after some steps all ranks reduce as many elements as the parameters have, but these are the same before and after it: the "
@@ -137,14 +131,12 @@ WAYS = {
         "`cat` and `flatten` may make copies, which alone are averaged; or see whether what is averaged is always zero (`state_dict()` gives the live "
         "tensors: a copy to compare with needs `.clone()`); if the averages are for an evaluation only, ignore this",
         cause="gradients_not_synced",
-        place="averaging",
     ),
     "outside_ddp": Words(
         "an optimizer steps {name} that no DDP module had when it was built, so nothing averages their gradients",
         "put these parameters into the module before DDP wraps it (wrap it again after a layer was added), or wrap the module that "
         "holds them in DDP, too, or all_reduce their gradients by hand; if each rank is to have its own, ignore this",
-        cost=UNFROZEN.cost,
-        place="optimizer",
+        cost=UNFROZEN.cost, place="optimizer",
     ),
     "outside_fsdp": Words(
         "an optimizer steps {name} that FSDP does not shard, beside those that it does (`ignored_params`, `ignored_modules`): FSDP does not "
@@ -152,30 +144,27 @@ WAYS = {
         "all_reduce their gradients (`dist.all_reduce(p.grad, op=dist.ReduceOp.AVG)`) between backward and the optimizer step, or let FSDP shard "
         "them, too (`fully_shard` takes a parameter of one element as `torch.full((1,), …)`, not one without a dimension); if each rank is to have "
         "its own, ignore this",
-        cost=UNFROZEN.cost, cause="gradients_not_synced",
-        place="optimizer",
+        cost=UNFROZEN.cost, cause="gradients_not_synced", place="optimizer",
     ),
     "beside_fsdp": Words(
         "an optimizer steps {name} that FSDP does not shard, and the ranks' copies do not stay equal, although the script reduces gradients in each step",
         "clip by the norm of the whole model: a norm of a rank's own shards (`to_local()`) scales each rank differently, so all_reduce the squared "
         "norm, or give `clip_grad_norm_` the sharded gradients (DTensor); check that the script reduces these gradients, too, before anything "
         "changes them; if each rank is to have its own, ignore this",
-        cost=UNFROZEN.cost, cause="update",
-        place="optimizer",
+        cost=UNFROZEN.cost, cause="update", place="optimizer",
     ),
     "untrained": Words(
         "parameters of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not "
         "in DDP",
         "make them equal: copy this module from the model after DDP has wrapped it (its constructor makes the replicas equal), or "
         "broadcast its parameters once; if each rank is to have its own, ignore this",
-        cost="each rank computes its loss with another module",
-        cause="different_init",
+        cost="each rank computes its loss with another module", cause="different_init", place="",
     ),
     "frozen": Words(
         "parameters of the model that no gradient trains ({name}) are updated from each rank's own batches, and DDP does not average them",
         "all_reduce what updates them (counts, sums, means) before the update; if each rank is to have its own, ignore this",
         cost="each rank computes with other values, and only those of one rank are saved",
-        cause="update",
+        cause="update", place="",
     ),
     "local": Words(
         "gradients are averaged in every step, but those with which the optimizer steps differ between the ranks: the averaged "
@@ -184,22 +173,22 @@ WAYS = {
         "after backward, and wait for it (`work.wait()`) before the optimizer steps; check whether one rank alone clips, scales or "
         "adds to its gradients, or a communication hook averages nothing",
         cause="gradients_not_synced",
-        place="averaging",
     ),
     "different_init": Words(
         "gradients are averaged, but the replicas began with different values",
         "broadcast the parameters from rank 0 once after building the model (or use the same seed, or DDP)",
+        place="",
     ),
     "different_init in DDP": Words(
         "gradients are averaged, but the replicas began with different values",
         "load the same weights on all ranks before the model is wrapped: DDP makes replicas equal only then",
-        cause="different_init",
+        cause="different_init", place="",
     ),
     "split_module": Words(
         "they split one module between them (DTensor), and differ in the parameters that each of them has whole",
         "give these ranks the same batches: seed and shard the data by the data parallel rank, not by the global one, or broadcast "
         "each batch among them; and begin with equal values (the same seed), also of dropout",
-        cost="the ranks hold parts of one module that do not fit together: its output and its gradients are wrong",
+        cost="the ranks hold parts of one module that do not fit together: its output and its gradients are wrong", place="",
     ),
     "buffers": Words(
         "their buffers differ, and broadcast_buffers is off",
@@ -211,29 +200,24 @@ WAYS = {
         "all_reduce what updates these buffers (counts, sums, means) before the update; if each rank is to have its own, register "
         "them with `persistent=False`",
         cost="each rank computes with other values, and only those of one rank are saved",
-        cause="buffers",
-        place="wrap",
+        cause="buffers", place="wrap",
     ),
     "mild": Words(
         "their buffers agreed before and differ now, and broadcast_buffers is off",
         "leave broadcast_buffers=True, or reduce the buffers by hand",
-        cost="none, if these buffers may differ",
-        cause="buffers",
-        place="wrap",
+        cost="none, if these buffers may differ", cause="buffers", place="wrap",
     ),
     "optimizer_state": Words(
         "gradients are averaged, but the states of the optimizers have counted different numbers of steps",
         "load one checkpoint on all ranks, with the optimizer's state and the epoch to start from: they have loaded different ones, or some ranks "
         "only have loaded one; DDP makes only the model equal, when it is built",
-        cause="update",
-        place="optimizer",
+        cause="update", place="optimizer",
     ),
     "skipped_steps": Words(
         "gradients are averaged, but optimizer.step() was left out after different numbers of backward passes",
         "look for where a rank alone skips a step, or makes a backward pass more; let all ranks decide together: all_reduce the flag, or decide "
         "by an averaged loss",
-        cause="update",
-        place="optimizer backward",
+        cause="update", place="optimizer backward",
     ),
     "learning_rates": Words(
         "gradients are averaged, but learning rates differ",
@@ -251,21 +235,20 @@ WAYS = {
         "gradients are averaged and the replicas agreed within rounding before, but {apart}",
         "look for what one rank alone puts into its model between two steps: a checkpoint (load the model and the optimizer's state on all "
         "ranks), or averaged (EMA) weights for a validation (put the trained ones back on every path: `try … finally`)",
-        cause="update",
+        cause="update", place="",
     ),
     "first_update": Words(
         "gradients are averaged, but from the first steps on not every rank updates its parameters in the same way",
         "load the same optimizer state on all ranks (DDP makes only the model equal, when it is built); and check whether one rank "
         "alone loads weights, has other learning rates, skips, clips or scales a step, or a communication hook that averages "
         "nothing",
-        cause="update",
+        cause="update", place="",
     ),
     "not_waited": Words(
         "so far as is seen, no rank waits for the asynchronous all_reduce of its gradients{site}, so the optimizer may step with what is not "
         "reduced yet",
         "keep what `all_reduce(…, async_op=True)` returns, and call its `wait()` before the tensor is read, divided, copied or filled again",
         cause="gradients_not_synced",
-        place="averaging",
     ),
     "unequal": Words(
         "gradients are reduced in every step, but the replicas do not keep one distance: their updates differ",
@@ -273,14 +256,12 @@ WAYS = {
         "wait for every all_reduce (`work.wait()`) before the optimizer steps; reduce a gradient once backward has finished it, in "
         "the same order on all ranks",
         cause="update",
-        place="averaging",
     ),
     "accumulated": Words(
         "the replicas agreed within rounding before, and gradients are averaged in one of several backward passes per step: those of the "
         "passes after it stay local, or not every rank updates its parameters in the same way",
         "leave `no_sync()` for the last backward pass before the optimizer step, which averages the sum of all; if it is so "
         "already, check whether one rank alone decides to load weights, or to skip, clip or scale a step",
-        place="averaging",
     ),
     "added": Words(
         "DDP averages in one of about {in_all:.0f} passes, and the gradients with which the optimizer steps differ between the ranks: passes after "
@@ -289,7 +270,6 @@ WAYS = {
         "averages the sum of all; if it is so already, check whether one rank alone clips, scales or adds to its gradients, or a communication "
         "hook averages nothing",
         cause="update",
-        place="averaging",
     ),
 }
 WAYS["changed"] = replace(WAYS["local"], cause="update")  # after the replicas agreed

@@ -1,17 +1,17 @@
-"""Formats a finding as plain text: what and who, cost, where, what to do. Control characters are escaped, lines wrapped."""
+"""Formats a finding as plain text: what and who, cost, where, what to do; and what was checked. Control characters are escaped, lines wrapped."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Finding, LastSeen, Severity, Where, rank_list
+from distdiag.diagnosis.model.findings import Check, Finding, LastSeen, Severity, Where, rank_list
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, NO_PROGRESS_MADE, shortened
 from distdiag.terms.sites import line_text
 from distdiag.terms.tables import WIDTH, wrapped
-from distdiag.terms.units import rough_duration
+from distdiag.terms.units import counted, rough_duration
 from distdiag.terms.untrusted import visible
 
 GLYPHS = {Severity.ERROR: "█", Severity.WARNING: "▲", Severity.INFO: "·"}
@@ -124,3 +124,37 @@ def _last_seen(r: LastSeen) -> str:
         call = f", waiting in {name}{lasted}" if r.waits else f"; last collective: {name}"
     state = "" if r.waits or not r.state else f" ({r.state.replace('_', ' ')})"
     return f"{where}{state}{call}"
+
+
+# -- what was checked, what could not be, and why a kind was not found ---------------------------------------------------
+
+
+def checked_lines(checks: Sequence[Check], width: int = WIDTH) -> list[str]:
+    """Return the kinds that were checked, and those that could not be, with the reason."""
+    missing = [c for c in checks if not c.checked]
+    partly = {c.kind for c in missing if c.cause is None}
+    judged = [kind for kind in dict.fromkeys(c.kind for c in checks) if kind not in partly]
+    by_reason: dict[str, list[str]] = {}
+    for c in missing:
+        if c.cause is None or c.kind not in partly:
+            by_reason.setdefault(c.reason, []).append(_name(c))
+    reasons = [f"{', '.join(names)} ({reason})" for reason, names in by_reason.items()]
+    lines = [f"checked: {', '.join(judged)}"] if judged else []
+    lines += [f"not checked: {'; '.join(reasons)}"] if reasons else []
+    return [part for line in lines for part in wrapped(line, width)]
+
+
+def why_lines(kind: str, checks: Iterable[Check], findings: Iterable[Finding]) -> list[str]:
+    """Return what is known about one kind: how often it was found, and the newest reason of each check."""
+    mine = [c for c in checks if c.kind == kind]
+    found = [f for f in findings if f.kind == kind]
+    cleared = sum(f.cleared_s is not None for f in found)
+    head = f"found {counted(len(found), 'time')}" + (f", {cleared} cleared" if cleared else "")
+    if not found:
+        head = "not found" if any(c.checked for c in mine) else "not checked" if mine else "not evaluated in this run"
+    reasons = [f"{_name(c)}: {'' if c.checked else 'not checked: '}{c.reason}" for c in mine if c.reason]
+    return [f"{kind}: {head}", *(line for reason in reasons for line in wrapped(reason, head="  "))]
+
+
+def _name(c: Check) -> str:
+    return c.kind if c.cause is None else f"{c.kind}/{c.cause}"

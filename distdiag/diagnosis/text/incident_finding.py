@@ -43,7 +43,8 @@ _DO_GONE = {
 
 
 def incident_findings(facts: Facts, kind: Kind) -> Iterator[Finding | Abstained]:
-    """Yield the findings of this kind that the wait-for graph proves."""
+    """Yield the findings of this kind that the wait-for graph proves, or has proved."""
+    yield from (f for f in facts.repeated if f.kind == kind.name)
     if (unseen := vetoed((UNSEEN,), facts.snapshot)) is not None:
         yield unseen
     for verdict in facts.verdicts:

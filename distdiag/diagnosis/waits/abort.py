@@ -86,7 +86,5 @@ def _by_ddp(state: RankState, number: tuple[str, int]) -> Call | None:
     if not places or not any(model.group == number[0] and model.synced_backwards for model in state.models):
         return None
     (file, line) = places[-1][0]
-    site = next(
-        (x for x in state.phase_stacks.get("backward", ()) if (x.file, x.line) == (file, line)), Site(file, line)
-    )
-    return Call(op="", group=number[0], seq=number[1], site=site)
+    seen = (x for x in state.phase_stacks.get("backward", ()) if (x.file, x.line) == (file, line))
+    return Call(op="", group=number[0], seq=number[1], site=next(seen, Site(file, line)))

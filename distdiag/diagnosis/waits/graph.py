@@ -108,15 +108,9 @@ def build(snapshot: Snapshot) -> WaitGraph:
         if not wait.any_of:
             find_conflict(snapshot, wait)
     stuck, free = _fixpoint(ranks, gone, waits.values(), of_rank)
-    sinks = {
-        q
-        for wait in waits.values()
-        if any(rank in free for rank in wait.ranks)
-        for q in wait.missing
-        if q not in gone and q in free
-    }
-    idle = tuple(sorted(q for q in sinks if q not in of_rank and q not in unknown))
-    return WaitGraph(tuple(waits.values()), of_rank, stuck, gone, idle, frozenset(unknown))
+    awaited = {q for wait in waits.values() if not free.isdisjoint(wait.ranks) for q in wait.missing}
+    sinks = tuple(sorted((awaited & free) - of_rank.keys() - unknown))
+    return WaitGraph(tuple(waits.values()), of_rank, stuck, gone, sinks, frozenset(unknown))
 
 
 # -- what a rank waits in ------------------------------------------------------------------------------------------
@@ -226,10 +220,7 @@ def _message(snapshot: Snapshot, state: RankState, call: Call, waits: dict[tuple
 
 
 def _fixpoint(
-    ranks: dict[int, RankState],
-    gone: frozenset[int],
-    waits: Iterable[Wait],
-    of_rank: dict[int, tuple[Wait, ...]],
+    ranks: dict[int, RankState], gone: frozenset[int], waits: Iterable[Wait], of_rank: dict[int, tuple[Wait, ...]]
 ) -> tuple[frozenset[int], set[int]]:
     """Return (ranks stuck for good, ranks that may continue): grows the second set from the ranks that wait for nothing."""
     left: dict[int, int] = {}  # by id of wait: arrivals still needed

@@ -67,7 +67,6 @@ def secured(s: Any, own: Own, most_bytes: int) -> Any:
 
 
 def endpoint(address: str, port: int | str) -> str:
-    """Return ZeroMQ's name of a TCP address."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 

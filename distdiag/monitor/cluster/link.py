@@ -37,7 +37,6 @@ class Link(ABC):
             os.eventfd_write(self._wake, 1)
 
     def close(self, wait_s: float = 1.0) -> None:
-        """End the thread and its sockets."""
         self._ends = True
         self.wake()
         self._thread.join(wait_s)

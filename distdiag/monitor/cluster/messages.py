@@ -33,61 +33,40 @@ class BadMessage(ValueError):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag="report"):
-    """A node to node 0: its state, or that it is there.
-
-    Attributes:
-        incarnation: Number of the sender among the monitors of its node.
-        sent_ns: Monotonic clock of the sender.
-        offset_ns, uncertainty_ns: Monotonic clock of node 0 minus that of the sender.
-        wall_ns: The sender's wall clock minus its monotonic clock.
-        started_ns: When its run began, by its monotonic clock.
-        works_ms: How long its slowest rank has worked in each of its newest steps at least, and the next one; 0: not known.
-        state: A `NodeState`, as `pack` returns it; empty if the node has nothing new.
-    """
+    """A node to node 0: its state, or that it is there."""
 
     version: Count = VERSION
-    incarnation: Count
+    incarnation: Count  # number of the sender among the monitors of its node
     number: Count
-    sent_ns: Clock
-    offset_ns: Offset = 0
+    sent_ns: Clock  # monotonic clock of the sender
+    offset_ns: Offset = 0  # monotonic clock of node 0 minus that of the sender
     uncertainty_ns: Clock = 0
-    wall_ns: Offset = 0
-    started_ns: Clock = 0
+    wall_ns: Offset = 0  # the sender's wall clock minus its monotonic clock
+    started_ns: Clock = 0  # when its run began, by its monotonic clock
+    # how long its slowest rank has worked in each of its newest steps at least, and the next one; 0: not known
     works_ms: tuple[float, float] = (0.0, 0.0)
-    state: bytes = b""
+    state: bytes = b""  # a `NodeState`, as `pack` returns it; empty if the node has nothing new
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, tag="receipt"):
-    """Node 0 to a node: the report has arrived.
-
-    Attributes:
-        report_sent_ns: Its `sent_ns`.
-        received_ns, sent_ns: Monotonic clock of node 0.
-        urgent: A rank of the job waits: send states more often, and take evidence.
-        known: Number of the newest state that node 0 has read, so that the next one holds what is new since; 0: none.
-    """
+    """Node 0 to a node: the report has arrived."""
 
     version: Count = VERSION
     number: Count
-    report_sent_ns: Clock
-    received_ns: Clock
+    report_sent_ns: Clock  # its `sent_ns`
+    received_ns: Clock  # monotonic clock of node 0
     sent_ns: Clock
-    urgent: bool = False
-    known: Count = 0
+    urgent: bool = False  # a rank of the job waits: send states more often, and take evidence
+    known: Count = 0  # the newest state that node 0 has read, so that the next one holds what is new since; 0: none
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader wants profiled.
-
-    Attributes:
-        ranks: Folded, as "0-3,8"; empty for all.
-        timeout_s: Time until the last step must be recorded.
-    """
+    """What a reader wants profiled."""
 
     first_step: Annotated[int, Meta(ge=1, le=1 << 53)]
     steps: Annotated[int, Meta(ge=1, le=50)]
-    ranks: Annotated[str, Meta(max_length=4000)] = ""
-    timeout_s: Annotated[float, Meta(gt=0, le=3000)]
+    ranks: Annotated[str, Meta(max_length=4000)] = ""  # folded, as "0-3,8"; empty for all
+    timeout_s: Annotated[float, Meta(gt=0, le=3000)]  # until the last step must be recorded
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, tag="ask"):

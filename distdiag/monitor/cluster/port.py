@@ -58,11 +58,9 @@ class Port:
         """Let nobody connect, or everybody again."""
         if self._socket is None or shut == self._shut:
             return
+        option, value = (_ATTACH_FILTER, _PROGRAM) if shut else (_DETACH_FILTER, 0)
         with contextlib.suppress(OSError):  # a kernel without filters
-            if shut:
-                self._socket.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _PROGRAM)
-            else:
-                self._socket.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+            self._socket.setsockopt(socket.SOL_SOCKET, option, value)
         self._shut = shut
 
     def close(self) -> None:

@@ -28,47 +28,29 @@ SPARE_CONNECTIONS = 64  # beyond two of each node; with more, nobody else can co
 
 @dataclass
 class Heard:
-    """What is known of one node.
-
-    Attributes:
-        address: Its connection, for the router.
-        received_ns, state_ns: Our monotonic clock when its newest report, and its newest state, arrived.
-        listened_s: How long this side had listened when its newest report arrived.
-        started_ns: When its run began, by its monotonic clock.
-        offset_ns, uncertainty_ns: Our monotonic clock minus that of the node.
-        wall_offset_ns: Our wall clock minus that of the node.
-        works_ms: See `Report`.
-        state: Its newest state, packed; None once it has been taken.
-        known: Number of the newest state that was read.
-        ranks: Its ranks, by the states that were read.
-    """
+    """What is known of one node."""
 
     order: Order = field(default_factory=Order)
-    address: bytes = b""
-    received_ns: int = 0
-    listened_s: float = 0.0
-    state_ns: int = 0
-    started_ns: int = 0
-    offset_ns: int = 0
+    address: bytes = b""  # its connection, for the router
+    received_ns: int = 0  # our monotonic clock when its newest report arrived
+    listened_s: float = 0.0  # how long this side had listened then
+    state_ns: int = 0  # our monotonic clock when its newest state arrived
+    started_ns: int = 0  # when its run began, by its monotonic clock
+    offset_ns: int = 0  # our monotonic clock minus that of the node
     uncertainty_ns: int = 0
-    wall_offset_ns: int = 0
-    works_ms: tuple[float, float] = (0.0, 0.0)
-    state: bytes | None = None
-    known: int = 0
-    ranks: tuple[int, ...] = ()
+    wall_offset_ns: int = 0  # our wall clock minus that of the node
+    works_ms: tuple[float, float] = (0.0, 0.0)  # see `Report`
+    state: bytes | None = None  # its newest, packed; None once it has been taken
+    known: int = 0  # number of the newest state that was read
+    ranks: tuple[int, ...] = ()  # by the states that were read
 
 
 class Arrived(NamedTuple):
-    """A state of another node.
-
-    Attributes:
-        packed: The state, as `messages.pack` returns it: thousands of ranks are not unpacked all at once.
-        started_ns: When its run began, by our monotonic clock.
-    """
+    """A state of another node."""
 
     node: int
-    packed: bytes
-    started_ns: int
+    packed: bytes  # as `messages.pack` returns it: thousands of ranks are not unpacked all at once
+    started_ns: int  # when its run began, by our monotonic clock
     age_s: float
 
 
@@ -76,8 +58,7 @@ class Server(Link):
     """Receives reports and answers them at once.
 
     Args:
-        pages: Page directory of this node, where the port is noted for the rank and for the next monitor, and
-            readers ask.
+        pages: Page directory of this node, where the port is noted for the rank and the next monitor, and readers ask.
         fixed: The port to bind; 0: that of the monitor before us, or any.
     """
 

@@ -258,7 +258,6 @@ def in_worker(frames: list[tuple[str, int, str]]) -> list[tuple[str, int, str]] 
 
 
 def parse_stacks(text: str) -> list[Thread]:
-    """Return the threads in a traceback by faulthandler."""
     out: list[Thread] = []
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):

@@ -44,7 +44,6 @@ class HostWaits:
 
     @property
     def asks(self) -> bool:
-        """True if a rank is sampled."""
         return bool(self._ranks)
 
     def of(self, rank: int) -> tuple[str, str] | None:

@@ -87,7 +87,6 @@ class Symbols:
         return next((m for m in self._maps if m[0] <= address < m[1]), None)
 
     def frames(self, sample: Sample) -> list[Frame]:
-        """Return the frames of a sample, innermost first."""
         if not self._maps or any(self._find(a) is None for a in sample.addresses):
             self._maps = _executable_maps(self.pid)
         out = []
@@ -112,11 +111,7 @@ def unknown_backend(frames: list[Frame], in_python: str) -> str | None:
     """Return the function of an unknown backend that the main thread waits in; None if it is in none.
 
     It is in one if an operation of torch runs a library that belongs to no package, or if the innermost Python frames are a
-    backend's and no operation of torch runs inside them.
-
-    Args:
-        frames: Innermost first.
-        in_python: The backend's innermost Python function, if the main thread is in one.
+    backend's (`in_python`: its innermost function) and no operation of torch runs inside them.
     """
     foreign, depth = None, 0
     for path, name in frames:

@@ -70,12 +70,7 @@ def take(
     timeout_s: float,
     report: Callable[[str], None],
 ) -> Taken:
-    """Take a profile of ranks of this node and of those whose monitors can be asked from here.
-
-    Args:
-        views: The living ranks of this node.
-        wanted: Ranks; None for all.
-        report: Called with a line about the steps and ranks.
+    """Take a profile of the wanted ranks (None: all), of this node and of those whose monitors can be asked from here.
 
     Raises:
         DistdiagError: a wanted rank cannot be asked, another profile is being taken, or the run directory cannot be written.

@@ -70,11 +70,8 @@ class Taken:
 def choose(views: Collection[RankView], wanted: Collection[int] | None, elsewhere: bool = False) -> list[RankView]:
     """Return the views of the wanted ranks, all if None.
 
-    Args:
-        elsewhere: Other nodes can be asked for the ranks that are not here.
-
     Raises:
-        DistdiagError: a wanted rank is not alive on this node.
+        DistdiagError: a wanted rank is not alive on this node, and no other can be asked (`elsewhere`).
     """
     by_rank = {v.rank: v for v in views}
     missing = sorted(set(wanted or ()) - set(by_rank))
@@ -87,13 +84,7 @@ def choose(views: Collection[RankView], wanted: Collection[int] | None, elsewher
 
 
 def not_here(views: Collection[RankView], asked: Collection[int], host_of: Mapping[int, str]) -> str | None:
-    """Return which ranks of the job cannot be asked from this node, and on which hosts to ask them; None if all can be.
-
-    Args:
-        views: The living ranks of this node, asked or left out.
-        asked: Ranks that were asked, of any node.
-        host_of: Hosts of ranks on other nodes, as far as they are known.
-    """
+    """Return which ranks of the job were not asked and are not here, and on which hosts they are; None if there are none."""
     headers = [v.reader.header() for v in views]
     own = {v.text(h.host) for v, h in zip(views, headers, strict=True)}
     missing = sorted({*range(max(h.world_size for h in headers))} - {*asked} - {v.rank for v in views})
@@ -181,10 +172,7 @@ def first_step(views: Collection[RankView], lead_s: float = LEAD_S) -> int:
 
 
 def take(run_dir: Path, views: Collection[RankView], first: int, steps: int, timeout_s: float) -> Taken:
-    """Ask these ranks, and return when each has saved its trace, failed, or timed out.
-
-    Args:
-        timeout_s: Time until the last step must be recorded.
+    """Ask these ranks, and return when each has saved its trace, failed, or not recorded its last step in time.
 
     Raises:
         DistdiagError: another profile is being taken, or the run directory cannot be written.

@@ -14,15 +14,11 @@ from distdiag.monitor.host import processes
 
 
 def send(pid: int, number: int, page: Path, worker: int | None = None) -> None:
-    """Send a real-time signal to the rank that maps `page`, or to one of its children.
+    """Send a real-time signal to the rank that maps `page`, or to a worker of its DataLoader, a child that no longer maps the page.
 
     Page and number come from files, which may be forged. So the process must belong to this user, map the page and have a handler
     for the signal, without which the signal would end it. The checks hold for the process that gets the signal: they come after its
     pidfd, if the kernel has one.
-
-    Args:
-        pid: The rank.
-        worker: Its child that gets the signal: a worker of its DataLoader, which no longer maps the page.
 
     Raises:
         OSError: a check failed, or the process is gone.
@@ -43,10 +39,8 @@ def send(pid: int, number: int, page: Path, worker: int | None = None) -> None:
 def end(ranks: Mapping[int, tuple[int, Path]]) -> list[int]:
     """SIGKILL ranks of a job that hangs and was started to be ended then; return those that were.
 
-    All are stopped before the first is killed: a rank whose peer dies first would raise an error that hides the hang.
-
-    Args:
-        ranks: By rank, its pid and the page that it must map; one that does not, or is gone, is left out.
+    All are stopped before the first is killed: a rank whose peer dies first would raise an error that hides the hang. One that does
+    not map its page, or is gone, is left out.
     """
     with contextlib.ExitStack() as stack:
         held: dict[int, Callable[[int], None]] = {}
@@ -56,15 +50,12 @@ def end(ranks: Mapping[int, tuple[int, Path]]) -> list[int]:
                 if procfs.maps(pid, page):
                     held[rank] = send_now
                     send_now(signal.SIGSTOP)
-        return [rank for rank, send_now in held.items() if _killed(send_now)]
-
-
-def _killed(send_now: Callable[[int], None]) -> bool:
-    try:
-        send_now(signal.SIGKILL)
-    except OSError:  # gone meanwhile
-        return False
-    return True
+        killed = []
+        for rank, send_now in held.items():
+            with contextlib.suppress(OSError):  # gone meanwhile
+                send_now(signal.SIGKILL)
+                killed.append(rank)
+        return killed
 
 
 @contextlib.contextmanager

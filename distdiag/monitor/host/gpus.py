@@ -46,15 +46,10 @@ class _Card:
 
 
 class Users(NamedTuple):
-    """The rank of each GPU.
+    """The rank of each GPU."""
 
-    Attributes:
-        by_index: NVML's index of a card -> rank, as the rank itself reports it.
-        by_pid: Process id -> rank; finds the rank on a MIG instance.
-    """
-
-    by_index: Mapping[int, int]
-    by_pid: Mapping[int, int] = {}
+    by_index: Mapping[int, int]  # by NVML's index of a card, as the rank itself reports it
+    by_pid: Mapping[int, int] = {}  # finds the rank on a MIG instance
 
 
 class Gpus:
@@ -69,11 +64,7 @@ class Gpus:
         self._states: tuple[GpuState, ...] = ()
 
     def rows(self, t_s: float, users: Users) -> list[GpuRow]:
-        """Request a new sample and return the rows of the newest answer; [] if there is none since the last call.
-
-        Args:
-            t_s: Run time of the requested rows, seconds.
-        """
+        """Request a new sample and return the rows of the newest answer; [] if there is none since the last call."""
         fresh = self._take()
         if self._asked is None and self.absent is None:
             self._asked = time.monotonic(), self._pool.submit(self._sample, t_s, users)

@@ -7,7 +7,8 @@ import socket
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import psutil
 
@@ -22,12 +23,7 @@ MOST_WORKERS = 4  # children of a rank whose memory is measured
 _REST = 50  # times the CPU time that it took to measure it: the pause until it is measured again
 _MOST_S = 0.2  # of a sample: then the other ranks' children must wait for the next one
 SAMPLES_KEPT = 10  # one a second, over which CPU and queueing times are measured
-T = TypeVar("T")
-Kept = defaultdict[int, deque[T]]
-
-
-def _window() -> deque[Any]:
-    return deque(maxlen=SAMPLES_KEPT)
+_window = partial(deque, maxlen=SAMPLES_KEPT)
 
 
 class Hosts:
@@ -47,9 +43,9 @@ class Hosts:
         self.memory_bytes: int | None = None  # of the host, or the limit of the ranks' cgroup
         self.available_bytes: int | None = None  # until something is killed
         # by rank: seconds that its children ran and waited for a CPU; time of the sample; number of children
-        self._loading: Kept[tuple[float, float, float, int]] = defaultdict(_window)
+        self._loading: defaultdict[int, deque[tuple[float, float, float, int]]] = defaultdict(_window)
         # by rank: seconds that its main thread waited for a CPU; time of the sample
-        self._queueing: Kept[tuple[float, float]] = defaultdict(_window)
+        self._queueing: defaultdict[int, deque[tuple[float, float]]] = defaultdict(_window)
         psutil.cpu_percent()
 
     def _rate(self, key: str, value: float | None) -> float | None:
@@ -63,7 +59,6 @@ class Hosts:
         return max(0.0, (value - before[1]) / (now - before[0]))
 
     def node_row(self, t_s: float) -> HostRow:
-        """Return one sample of the node."""
         self._spent_s = 0.0
         memory = psutil.virtual_memory()
         self.memory_bytes = min([memory.total, *(x.limit_bytes for x in self._limits)])
@@ -163,15 +158,10 @@ def _starved_and_busy(samples: deque[tuple[float, float, float, int]]) -> tuple[
 
 
 class Sampling:
-    """Host, processes and GPUs of one node.
-
-    Attributes:
-        cpu_pct: CPU use of the host in percent of all cores: the newest 20 samples, oldest first.
-    """
-
     def __init__(self, node: int, writer: Writer) -> None:
         self.hosts, self.gpus = Hosts(node), Gpus(node)
         self.writer = writer
+        # use of the host's CPUs in percent of all cores: the newest 20 samples, oldest first
         self.cpu_pct: list[float] = []
 
     def spare_cores(self) -> float:

@@ -26,17 +26,12 @@ PROBES_S = 15.0  # between two reads of the probes that a person has recorded in
 
 
 class Exporters:
-    """The exporters of one monitor. None of its methods raises or waits for a reader.
-
-    Attributes:
-        where: Address of /metrics, if it is served.
-        failures: One line each, not yet reported.
-    """
+    """The exporters of one monitor. None of its methods raises or waits for a reader."""
 
     def __init__(self, text: str, run_dir: Path, node: int) -> None:
         self.run_dir, self.node = run_dir, node
-        self.where: str | None = None
-        self.failures: list[str] = []
+        self.where: str | None = None  # address of /metrics, if it is served
+        self.failures: list[str] = []  # one line each, not yet reported
         self._latest: Poll | None = None  # replaced as a whole: exporters read it from their threads without a lock
         self._probes: tuple[float, dict[str, tuple[float | None, bool]]] = (-PROBES_S, {})
         self._server: Any = None

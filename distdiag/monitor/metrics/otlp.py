@@ -19,11 +19,7 @@ END_MS = 2000  # for the last values; the job has ended, its launcher may not wa
 
 
 class OtlpSender:
-    """Sends the newest poll every OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000).
-
-    Args:
-        latest: Returns the newest poll, or None before the first.
-    """
+    """Sends the newest poll every OTEL_METRIC_EXPORT_INTERVAL milliseconds (60,000)."""
 
     def __init__(self, latest: Callable[[], Poll | None]) -> None:
         self._latest = latest

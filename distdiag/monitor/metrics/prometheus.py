@@ -28,7 +28,6 @@ PATH = "/metrics"
 
 
 def text_of(poll: Poll) -> bytes:
-    """Return a poll in Prometheus' text format."""
     return generate_latest(_Families(poll))  # type: ignore[arg-type]
 
 
@@ -48,9 +47,6 @@ class _Families:
 
 class MetricsServer(ThreadingHTTPServer):
     """The HTTP server of one monitor.
-
-    Args:
-        latest: Returns the newest poll, or None before the first.
 
     Raises:
         OSError: the address is in use, or not one of this host.

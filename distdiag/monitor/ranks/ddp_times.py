@@ -22,11 +22,7 @@ class DdpTimes:
         self._parts: dict[int, dict[int, tuple[float, float]]] = {}  # step -> model -> communication and exposed, ms
 
     def read(self, steps: Iterable[Step]) -> None:
-        """Read the new measurements in the ring.
-
-        Args:
-            steps: The rank's last steps, newest first.
-        """
+        """Read the new measurements in the ring; `steps` are the rank's last ones, newest first."""
         header, models = self._decoder.header, self._decoder.page.models
         if self._ring.read == header.n_ddp_times:
             return
@@ -56,6 +52,5 @@ class DdpTimes:
         self._new.append(found)
 
     def taken(self) -> list[DdpTime]:
-        """Return the measurements since the last call."""
         taken, self._new = self._new, []
         return taken

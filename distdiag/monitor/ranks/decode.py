@@ -21,15 +21,11 @@ LEAST_POLLS = 8  # of a loader's workers
 
 
 class PageDecoder:
-    """A page and the texts that its offsets point at; cached, because texts never change.
-
-    Attributes:
-        start_ns: Monotonic time at which the run began.
-        page, header: The newest copy; empty before the first `reader.read`.
-    """
+    """A page and the texts that its offsets point at; cached, because texts never change."""
 
     def __init__(self, reader: PageReader, start_ns: int) -> None:
-        self.reader, self.start_ns = reader, start_ns
+        self.reader, self.start_ns = reader, start_ns  # the latter by the monotonic clock: when the run began
+        # the newest copy; empty before the first `reader.read`
         self.page, self.header, self.text = reader.page, reader.page.header, reader.text
         self._json: dict[int, Any] = {}
         self._sites: dict[int, Site | None] = {}
@@ -116,7 +112,6 @@ class PageDecoder:
         return f"group {name}{again}"
 
     def groups(self) -> list[tuple[str, Group]]:
-        """Return the process groups that this rank knows, each with torch's own name."""
         slots, text = self.page.groups[: self.header.n_groups], self.text
         return [
             (text(s.name), Group(name=self.group_key(i), ranks=unfold_ranks(text(s.ranks)),
@@ -181,14 +176,12 @@ class PageDecoder:
         )
 
     def buckets(self, offset: int) -> Buckets | None:
-        """Return a DDP module's buckets; None if they are unknown or damaged."""
         with contextlib.suppress(msgspec.ValidationError):
             found = self.parsed(offset)
             return msgspec.convert(found, Buckets) if found else None
         return None
 
     def sizes(self, offset: int) -> tuple[tuple[str, int], ...]:
-        """Return the names and sizes in a JSON text."""
         return tuple((str(name), int(size)) for name, size in self.parsed(offset) or [])
 
     def _of_slot(self, kind: type[Any], slot: Structure, **given: Any) -> Any:

@@ -70,13 +70,7 @@ class DeviceGroups:
 def incomplete(
     calls: tuple[Call, ...], completed: Mapping[str, int], open_messages: OpenMessages | None
 ) -> tuple[Call, ...]:
-    """Return the calls; those on a device are complete only by the counters.
-
-    Args:
-        calls: Oldest first.
-        completed: Newest completed collective by group.
-        open_messages: How many of the newest messages of each kind are incomplete; None if not known.
-    """
+    """Return the calls (oldest first); those on a device are complete only by the counters and the open messages."""
     left = dict(open_messages or {})
     out = []
     for c in reversed(calls):
@@ -105,7 +99,6 @@ def heads(
     Args:
         calls: The rank's calls, oldest first, from `incomplete`.
         groups: Groups whose collectives do not block the host.
-        enqueued, completed: Newest collective issued and completed, by group.
         issued_in_cpp: By group: its oldest incomplete collective, if C++ issued it.
     """
     found: list[Call] = []

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections import Counter, deque
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ _CPP_WAITS = ("_functional_collectives.", "_ops.")
 # a user's line that waits for the future of a collective, which has no frame in Python: `work.get_future().wait()`
 _FUTURE = re.compile(r"(?:\bfut\w*|get_future\(\)|(?:collect|wait)_all\(.*\))\.(?:wait|value)\(|\bfutures\.wait_all\(")
 _PHASES = [p.name.lower() for p in Phase]
+_PROGRESS = (
+    "n_calls", "n_steps", "step", "blocked", "blocked_at", "micro_steps", "phase", "phase_since_ns", "n_store",
+)  # fmt: skip
+_progress = attrgetter(*_PROGRESS)
 ROUTINE_SAMPLES = frozenset(
     {SampleKind.PARAMETERS, SampleKind.BUFFERS, SampleKind.REDUCED, SampleKind.AVERAGED, SampleKind.LEARNING_RATE, SampleKind.EVAL_MODE, SampleKind.NOT_STEPPED, SampleKind.STATE, SampleKind.NO_GRADIENTS,
      SampleKind.OUTSIDE_DDP, SampleKind.GRADIENTS, SampleKind.UNTRAINED, SampleKind.LAYERS, SampleKind.HOOKS_LOST,
@@ -43,14 +48,6 @@ FIRST = 16  # samples from before the first step: one of the parameters, and at 
 
 
 class RankHistory:
-    """What has been read of the rings of one rank's page.
-
-    Attributes:
-        new_groups: Calls of new_group by name: (number, members, call site).
-        still_since_s: Time since which `still_mark` is the same: the host has made no progress.
-        new_steps, closed_calls: Not taken yet; the latter with the host's wait in seconds.
-    """
-
     def __init__(self, decoder: PageDecoder) -> None:
         self._decoder, self._reader = decoder, decoder.reader
         rings = ("calls", "steps", "samples", "scalars", "ddp_times")
@@ -71,11 +68,12 @@ class RankHistory:
         self.visits = Visits()
         self._shares = False  # it has exchanged floating-point tensors with others while it trained
         self.group_calls: dict[str, int] = {}
+        # calls of new_group by name: number, members, call site
         self.new_groups: dict[str, tuple[int, tuple[int, ...], Site | None]] = {}
-        self.still_since_s: float | None = None
+        self.still_since_s: float | None = None  # since when `still_mark` is the same: the host has made no progress
         self.still_mark: tuple[Any, ...] = ()
-        self.new_steps: list[Step] = []
-        self.closed_calls: list[tuple[Call, float]] = []
+        self.new_steps: list[Step] = []  # not taken yet
+        self.closed_calls: list[tuple[Call, float]] = []  # not taken yet, with the host's wait in seconds
         self.warm_since_s: float | None = None
         self.logged: dict[str, deque[tuple[int, float]]] = {}  # of handle.log(), by name
 
@@ -94,11 +92,8 @@ class RankHistory:
     def moves_on(self, now_ns: int, idle: Callable[[], bool | None]) -> bool:
         """True if the main thread cannot be waiting for another rank, and its records can be read later.
 
-        It has just changed its phase or wait, or it uses the CPU. The latter may be a spinning wait for a GPU, so it counts
-        only for a while.
-
-        Args:
-            idle: Returns True if the rank sleeps and has used no CPU lately; called only if needed.
+        It has just changed its phase or wait, or it uses the CPU (`idle` is called only if needed). The latter may be a spinning wait
+        for a GPU, so it counts only for a while.
         """
         words = self._reader.words
         still_ns = now_ns - max(words[_SINCE], words[_BLOCKED_SINCE])
@@ -130,18 +125,10 @@ class RankHistory:
         self.ddp_times.read(itertools.chain(reversed(self.new_steps), reversed(self.steps)))
         self._read_samples()
         mark = (
-            h.n_calls,
-            h.n_steps,
-            h.step,
-            h.blocked,
-            h.blocked_at,
-            h.micro_steps,
-            h.phase,
-            h.phase_since_ns,
-            h.n_store,
+            *_progress(h),
+            *(page.groups[i].enqueued for i in range(h.n_groups)),
+            *(page.loaders[i].batches for i in range(h.n_loaders)),
         )
-        mark += tuple(page.groups[i].enqueued for i in range(h.n_groups))
-        mark += tuple(page.loaders[i].batches for i in range(h.n_loaders))
         if mark != self.still_mark:
             self.still_mark = mark
             self.still_since_s = now_s
@@ -199,7 +186,6 @@ class RankHistory:
         self.closed_calls.append((call, waited_s))
 
     def call(self, rec: layout.CallRecord) -> Call:
-        """Return a record as a call of the snapshot."""
         page, flags = self._decoder, rec.flags
         op, dtype, site = page.text(rec.op), page.text(rec.dtype) or None, page.site(rec.site)
         entered_s, left_s = page.s(rec.entered_ns), page.s(rec.left_ns)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM
@@ -26,10 +27,7 @@ from distdiag.terms import activity
 MEMORY_S, MEMORY_SAMPLES, MEMORY_KEPT = 32.0, 40, 600
 MEMORY_RATE = 1 << 20  # bytes per second; slower growth needs minutes of samples anyway
 _ALIVE = (Life.RUNNING, Life.STARTING)
-
-
-def _course() -> deque[tuple[float, int]]:
-    return deque(maxlen=MEMORY_KEPT)
+_course = partial(deque[tuple[float, int]], maxlen=MEMORY_KEPT)
 
 
 @dataclass(slots=True)
@@ -170,7 +168,6 @@ class RankView:
         Args:
             idle: True if the main thread sleeps and has used no CPU lately.
             os_state: The kernel's letter for the main thread.
-            record: Its flight record, taken since it last made progress.
             host_wait: From its native frames: (a `HostWait`, the function it waits in).
         """
         h, decoder, history = self.header, self.decoder, self.history
@@ -347,11 +344,7 @@ def _with_innermost(site: Site, sampled: tuple[Site, ...], callers: tuple[Site, 
 
 
 def activity_of(raw_innermost: str, line: str, phase: Phase, idle: bool) -> str:
-    """Return one of the words of `findings.Where.state`, for a living rank that does not wait in a collective.
-
-    Args:
-        raw_innermost: `module.function` of the innermost Python frame.
-    """
+    """Return one of the words of `findings.Where.state`, for a living rank that does not wait in a collective."""
     if phase == Phase.DATA:
         return "data"
     if (word := activity.by_frame(raw_innermost)) is not None:

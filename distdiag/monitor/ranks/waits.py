@@ -18,11 +18,7 @@ IssueTimes = dict[int, tuple[int, float]]  # by group: number and time of the ol
 
 
 class RankWaits:
-    """The operation that one rank waits in at one poll, on the host or for its device.
-
-    Attributes:
-        enqueued, completed: Newest collective issued and completed, by group; the flight record's numbers if they are newer.
-    """
+    """The operation that one rank waits in at one poll, on the host or for its device."""
 
     def __init__(
         self,
@@ -35,6 +31,7 @@ class RankWaits:
         self._decoder, self._history, self._device, self._record = decoder, history, device, record
         self._page, self._header, self._issued_s = decoder.page, decoder.header, issued_s
         self._still_since_s = history.still_since_s
+        # newest collective issued and completed, by group; the flight record's numbers if they are newer
         self.enqueued: dict[str, int] = dict(history.group_calls)
         self.completed: dict[str, int] = {}
         self._count()
@@ -108,7 +105,6 @@ class RankWaits:
         return found[0] if len(found) == 1 else None
 
     def _entry(self, group: int, seq: int) -> Entry | None:
-        """Return a collective's entry in the flight record."""
         if self._record is None or group >= self._header.n_groups:
             return None
         slot = self._page.groups[group]

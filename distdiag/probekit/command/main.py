@@ -29,11 +29,7 @@ _CODES = {Verdict.PASS: ExitCode.OK, Verdict.FAIL: ExitCode.FAILED, Verdict.INCO
 
 
 def main(argv: list[str] | None = None, name: str | None = None) -> int:
-    """Run one probe command and return its exit code. Never raises for a known error.
-
-    Args:
-        name: The probe, if its script is the caller.
-    """
+    """Run one probe command (`name` if its script is the caller); return its exit code. No known error is raised."""
     tolerate()
     arguments = sys.argv[1:] if argv is None else argv
     form, words = node_check.split_form(arguments)
@@ -63,7 +59,6 @@ def main(argv: list[str] | None = None, name: str | None = None) -> int:
 
 
 def run_script(probe: Probe) -> NoReturn:
-    """Run one probe as its script, and end the process."""
     sys.exit(main(name=probe.name))
 
 
@@ -150,10 +145,8 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
 
         return launch(options, nproc, deadline_s)
     if options.ranks:
-        raise DistdiagError(
-            f"--ranks starts its own ranks, but {place.launcher} has started this one",
-            "run it without a launcher, or leave --ranks out",
-        )
+        text = f"--ranks starts its own ranks, but {place.launcher} has started this one"
+        raise DistdiagError(text, "run it without a launcher, or leave --ranks out")
     from distdiag.probekit.ranks.work import run_rank
 
     gpus = _gpu_count()
@@ -171,9 +164,8 @@ def _measure(options: Options, place: RankPlace | None) -> list[Result]:
 def _on_paper(options: Options, place: RankPlace | None) -> list[Result]:
     """Return the memory of a training step by formula; no rank is started."""
     if place is not None:
-        raise DistdiagError(
-            f"memory on paper needs no ranks, but {place.launcher} has started this one", "run it without a launcher"
-        )
+        text = f"memory on paper needs no ranks, but {place.launcher} has started this one"
+        raise DistdiagError(text, "run it without a launcher")
     load_probe(options.name).check(options)
     from distdiag.probekit.step.on_paper import compute
 

@@ -43,10 +43,7 @@ def split_form(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 def run(words: Sequence[str], name: str | None, form: str, started_s: float) -> int:
     """Run the probe, print one line, and return FAILED for a proved fault, else OK.
 
-    Args:
-        words: Of the probe command, without `--as`.
-        name: The probe, if its script is the caller.
-        started_s: time.monotonic() at which this process began.
+    `words` are those of the probe command without `--as`; `started_s`: time.monotonic() at which this process began.
     """
     try:
         word, why = _judged(*_probed(_command(words, name, form), started_s + DEADLINE_S))

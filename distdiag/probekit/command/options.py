@@ -35,8 +35,6 @@ _INJECT_HINT = "write delay:rank=1,ms=5 or corrupt:rank=1 or drop:rank=1"
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """One fault on one rank."""
-
     kind: str  # delay | corrupt | drop
     rank: int
     delay_s: float = 0.0
@@ -191,11 +189,9 @@ def _sections(probe: str | None) -> dict[str, list[click.Parameter]]:
 
 
 def build_command(named: bool = False, probe: str | None = None) -> SectionedCommand:
-    """Return the click command.
+    """Return the click command, whose help lists the options of `probe`, or all.
 
-    Args:
-        named: The script itself is the probe: there is no NAME argument.
-        probe: The probe whose options the help lists; None: all options.
+    If it is `named`, the script itself is the probe: there is no argument NAME.
     """
     text = "Measure, with a verdict: pass, fail or inconclusive, and the reasons."
     params: list[click.Parameter] = []
@@ -212,10 +208,7 @@ def build_command(named: bool = False, probe: str | None = None) -> SectionedCom
 
 
 def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe") -> Options:
-    """Parse a command line into options.
-
-    Args:
-        name: The probe, if the script itself is one.
+    """Parse a command line into options; `name` is the probe, if the script itself is one.
 
     Raises:
         DistdiagError: an option or value is wrong.
@@ -254,7 +247,6 @@ def parse(argv: list[str], name: str | None = None, prog: str = "distdiag probe"
 
 
 def _check(options: Options, probe: str) -> None:
-    """Check values and options that exclude each other."""
     if options.budget_s < LEAST_BUDGET_S:
         text = f"--budget {options.budget_s:g} s is too small: starting the ranks takes longer"
         raise DistdiagError(text, f"give at least {LEAST_BUDGET_S:g} s")
@@ -278,13 +270,7 @@ def _check(options: Options, probe: str) -> None:
 
 
 def place_ranks(options: Options, gpus: int, min_ranks: int, default_ranks: int) -> int:
-    """Fill in device and backend; return how many ranks to launch.
-
-    Args:
-        gpus: GPUs of this host.
-        min_ranks: Fewest ranks that the probe needs.
-        default_ranks: Ranks without --nproc and GPUs.
-    """
+    """Fill in device and backend for a host with `gpus` GPUs; return how many ranks to launch."""
     if not options.device:
         options.device = "cuda" if gpus >= max(2, min_ranks) or (gpus and min_ranks == 1) else "cpu"
         wanted = max(options.ranks, default=options.nproc)
@@ -311,9 +297,8 @@ def check_backend(options: Options, gpus: int) -> None:
         raise DistdiagError("--backend nccl cannot move CPU tensors", "--backend gloo, or --device cuda")
     if options.device == "cuda" and gpus == 0:
         asked = "--backend nccl" if options.backend == "nccl" else "--device cuda"
-        raise DistdiagError(
-            f"{asked}, but this host has no NVIDIA GPU that torch can use", "--device cpu --backend gloo"
-        )
+        text = f"{asked}, but this host has no NVIDIA GPU that torch can use"
+        raise DistdiagError(text, "--device cpu --backend gloo")
     if options.backend is None:
         options.backend = "nccl" if options.device == "cuda" and not options.share_gpus else "gloo"
 
@@ -323,7 +308,5 @@ def check_ranks(options: Options, ranks: int, min_ranks: int) -> None:
         raise DistdiagError(f"{options.name} needs {min_ranks} ranks, not {ranks}", f"--nproc {min_ranks}, or more")
     for injection in options.inject:
         if not 0 <= injection.rank < ranks:
-            raise DistdiagError(
-                f"--inject names rank {injection.rank}, but the ranks are 0 to {ranks - 1}",
-                f"rank={ranks - 1}, or --nproc",
-            )
+            text = f"--inject names rank {injection.rank}, but the ranks are 0 to {ranks - 1}"
+            raise DistdiagError(text, f"rank={ranks - 1}, or --nproc")

@@ -98,10 +98,7 @@ FLAGS = {f.name: (*f.metadata["flags"], f"--{f.name}")[0] for f in fields(Paper)
 def make_paper(given: Mapping[str, Any], own: Mapping[str, Any], counted: bool, probe: str) -> Paper | None:
     """Return the options of `--params` or `--paper`; None if neither is given.
 
-    Args:
-        given: The values of the other options that were given.
-        own: Those of `Paper`'s options.
-        counted: `--paper` was given.
+    `given` are the values of the other options, `own` those of `Paper`'s options; `counted` if `--paper` was given.
     """
     stated = "parameters" in own
     if not stated and not counted:

@@ -47,7 +47,6 @@ def check_output(options: Options) -> None:
 
 
 def render(results: list[Result], options: Options) -> str:
-    """Return the results as text in `options.output_format`."""
     match options.output_format:
         case "json":
             return json.dumps(as_json(results, options), indent=2)
@@ -90,7 +89,6 @@ def _ascii(text: str) -> str:
 
 
 def as_table(result: Result, options: Options) -> str:
-    """Return the verdict, then the reasons, then the figures."""
     probe = load_probe(result.probe)
     lines = [f"{_coloured(result.verdict.value, result.verdict, options)}  {result.probe}: {result.reasons[0]}"]
     lines += [f"      {reason}" for reason in result.reasons[1:]]
@@ -115,7 +113,6 @@ def as_table(result: Result, options: Options) -> str:
 
 
 def as_summary(results: list[Result], options: Options) -> str:
-    """Return one verdict, and one line per probe."""
     verdict = worst([r.verdict for r in results])
     counts = ", ".join(f"{n} {v}" for v in Verdict if (n := sum(r.verdict is v for r in results)))
     lines = [f"{_coloured(verdict.value, verdict, options)}  {len(results)} probes: {counts}"]

@@ -73,11 +73,6 @@ class RunBeside:
 
 
 def read_run(path: Path) -> RunBeside:
-    """Return the run in a directory.
-
-    Raises:
-        DistdiagError: it is not a run.
-    """
     from distdiag.store import reader
 
     with reader.open_run(path) as run:
@@ -89,11 +84,7 @@ def read_run(path: Path) -> RunBeside:
 
 
 def find_run(options: Options) -> RunBeside | None:
-    """Return the run given with `--run`, else the newest one if it is running, else None.
-
-    Raises:
-        DistdiagError: `--run` is not a run.
-    """
+    """Return the run given with `--run` (an error if it is none), else the newest one if it is running, else None."""
     if options.no_record and options.run_dir is None:
         return None
     from distdiag.store import rundir

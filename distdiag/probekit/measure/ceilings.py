@@ -26,8 +26,8 @@ _CHUNK = 2**20
 _MOST_S = 0.12  # for each of the two, and at most a thirtieth of the remaining time
 
 
-def measure_ceilings(job: Job) -> dict[str, float | None]:
-    """Return the ceilings by name on rank 0, {} elsewhere; measured once per command, in about a quarter of a second.
+def measure_ceilings(job: Job) -> None:
+    """Set the ceilings by name on rank 0, {} elsewhere; measured once per command, in about a quarter of a second.
 
     `memcpy_gbps`: one rank copies 64 MiB in its memory while the others are idle.
     `tcp_both_ways_gbps`: one TCP connection between ranks 0 and 1, over gloo's interface; both ways at once, per
@@ -49,7 +49,6 @@ def measure_ceilings(job: Job) -> dict[str, float | None]:
             found |= link_ceilings(job.device.index or 0)
         job.ceilings = found
         job.barrier("barrier after the ceilings were measured")
-    return job.ceilings
 
 
 def memcpy_gbps(seconds: float) -> float:

@@ -104,7 +104,7 @@ class Collective(Probe):
 
     def run(self, job: Job) -> Result | None:
         """Measure the ceilings, then every size (correctness, then time); return the result on rank 0."""
-        ceilings = measure_ceilings(job)
+        measure_ceilings(job)
         pattern = Pattern(job.dtype, job.world_size)
         sizes = self.sizes(job)
         measured: list[tuple[int, Stamped, list[WrongValues]]] = []
@@ -130,10 +130,9 @@ class Collective(Probe):
                 measured.append((size, None, wrong))  # type: ignore[arg-type]  # only its length counts there
         if job.rank != 0:
             return None
-        return collective_result.build(self.name, self.op, job, measured, ceilings, skipped)
+        return collective_result.build(self.name, self.op, job, measured, skipped)
 
     def sizes(self, job: Job) -> list[int]:
-        """Return the message sizes in bytes, ascending."""
         return job.options.sizes(job.world_size, self.in_parts) if self.moves else [0]
 
     def timed_call(self, job: Job, buffers: Buffers) -> Callable[[], None]:
@@ -197,7 +196,6 @@ class Collective(Probe):
 
 
 def exchange(group: Any, sent: tuple[torch.Tensor, int], received: tuple[torch.Tensor, int]) -> None:
-    """Send a tensor to a rank while receiving one from a rank."""
     both = [dist.P2POp(dist.isend, *sent, group=group), dist.P2POp(dist.irecv, *received, group=group)]
     for request in dist.batch_isend_irecv(both):
         request.wait()

@@ -97,7 +97,6 @@ def peak_of(name: str) -> Peak | None:
 
 @contextlib.contextmanager
 def nvml() -> Iterator[Any]:
-    """Yield the initialised pynvml module."""
     try:
         pynvml = library.load()
     except library.Unavailable as e:
@@ -114,13 +113,7 @@ def nvml() -> Iterator[Any]:
 
 
 def facts(n: Any, index: int, own_pids: set[int]) -> GpuFacts:
-    """Return all facts about one GPU.
-
-    Args:
-        n: pynvml, initialised.
-        index: NVML's index.
-        own_pids: Our processes, which do not count as others.
-    """
+    """Return all facts about the GPU with NVML's `index`; `n` is pynvml, `own_pids` do not count as other processes."""
 
     card = n.nvmlDeviceGetHandleByIndex(index)
 

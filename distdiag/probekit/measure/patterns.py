@@ -71,13 +71,7 @@ class Pattern:
 
 
 def wrong_elements(result: torch.Tensor, segment: Segment, offset: int) -> tuple[int, int] | None:
-    """Return (number, first position) of elements in `result[offset:offset+count]` that differ from `segment`, or None.
-
-    Args:
-        result: One-dimensional result of a collective.
-        segment: The expected elements.
-        offset: Position of the segment in `result`.
-    """
+    """Return (number, first position) of elements of `result` from `offset` on that are not `segment`'s, or None."""
     part = result[offset : offset + segment.count]
     period = len(segment.values)
     values = torch.roll(segment.values, -(segment.start % period)).to(part.dtype).to(part.device)

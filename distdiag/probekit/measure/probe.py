@@ -20,18 +20,12 @@ if TYPE_CHECKING:
 
 
 class Column(NamedTuple):
-    """One column of a probe's table, also in CSV; the header carries the unit.
-
-    Attributes:
-        cell: Returns the text of one row; None: not measured, shown as a dash.
-        left: Text, aligned left.
-        optional: Left out if no row has a value.
-    """
+    """One column of a probe's table, also in CSV; the header carries the unit."""
 
     header: str
-    cell: Callable[[Any], str | None]
-    left: bool = False
-    optional: bool = False
+    cell: Callable[[Any], str | None]  # text of one row; None: not measured, shown as a dash
+    left: bool = False  # text, aligned left
+    optional: bool = False  # left out if no row has a value
 
 
 def shown(value: float | None, form: str) -> str | None:
@@ -41,8 +35,6 @@ def shown(value: float | None, form: str) -> str | None:
 
 @dataclass(slots=True)
 class Table:
-    """Rows of cells as text."""
-
     headers: list[str]
     rows: list[list[str]]
     left: set[int]
@@ -66,7 +58,6 @@ class Probe(abc.ABC):
     columns: Sequence[Column] = ()
 
     def check(self, options: Options) -> None:
-        """Check the options before any rank is started."""
         if self.messages and options.device == "cuda" and options.backend == "gloo":
             raise DistdiagError("gloo has no send and recv of CUDA tensors", "--device cpu, or --backend nccl")
 

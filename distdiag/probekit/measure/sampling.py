@@ -45,16 +45,10 @@ class Stamped:
 
 
 def sample(job: Job, call: Callable[[], None], label: str, seconds: float, precision: float) -> Stamped | None:
-    """Run `call` on all ranks for about `seconds`, or until the p50 is known to `precision`.
+    """Run `call` on all ranks for about `seconds`, or until the p50's 95 % half-width is `precision` of it.
 
-    On a busy host, up to half as much time again is spent on waiting for clean blocks.
-
-    Args:
-        call: One operation, complete when it returns.
-        precision: Share of the p50 that its 95 % half-width must reach.
-
-    Returns:
-        The stamps on rank 0, None on the others.
+    On a busy host, up to half as much time again is spent on waiting for clean blocks. The stamps are on rank 0, None
+    on the others.
     """
     start_s = time.monotonic()
     # every rank's operation takes as long as the latest rank's
@@ -121,8 +115,7 @@ def _block(
 class NoiseMeter:
     """Measures the foreign CPU during a probe without blocks; every rank creates one and calls `stop`.
 
-    Args:
-        children: Count the ranks' child processes (a DataLoader's workers) as our own use.
+    With `children`, the ranks' child processes (a DataLoader's workers) are our own use.
     """
 
     def __init__(self, job: Job, children: bool = False) -> None:

@@ -12,27 +12,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-
-
-class _CopyToReplicas(torch.autograd.Function):
-    """Copy the parameters once per replica; backward sums the replicas' gradients (ReduceAddCoalesced on GPUs)."""
-
-    @staticmethod
-    def forward(ctx: Any, replicas: int, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.replicas, ctx.count = replicas, len(parameters)
-        return tuple(p.clone() for _ in range(replicas) for p in parameters)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        sums: list[torch.Tensor | None] = []
-        for i in range(ctx.count):
-            of_replicas = [g for r in range(ctx.replicas) if (g := gradients[r * ctx.count + i]) is not None]
-            sums.append(torch.stack(of_replicas).sum(0) if of_replicas else None)
-        return (None, *sums)
 
 
 def replicate(module: nn.Module, replicas: int) -> list[nn.Module]:
@@ -45,10 +27,7 @@ def replicate(module: nn.Module, replicas: int) -> list[nn.Module]:
     position = {m: i for i, m in enumerate(modules)}
     parameters = list(module.parameters())
     index = {p: i for i, p in enumerate(parameters)}
-    if torch.is_grad_enabled():
-        copies: Sequence[torch.Tensor] = _CopyToReplicas.apply(replicas, *parameters)
-    else:
-        copies = [p.detach().clone() for _ in range(replicas) for p in parameters]
+    copies = [p.clone() for _ in range(replicas) for p in parameters]
     roots: list[nn.Module] = []
     for r in range(replicas):
         # A shallow copy without parameters, children and buffers; the hooks stay.
@@ -88,14 +67,9 @@ def _dropout(p: float, generator: torch.Generator, x: torch.Tensor) -> torch.Ten
 
 
 class ThreadDataParallel(nn.Module):
-    """`module` applied to `replicas` parts of the batch by as many threads.
+    """`module` (it takes and returns one tensor) applied to `replicas` parts of the batch by as many threads.
 
-    Args:
-        module: Takes one tensor whose first dimension is the batch, and returns one.
-        replicas: Number of parts and threads; fewer for a smaller batch.
-
-    Attributes:
-        times_s: Seconds of the four parts of the last forward.
+    `times_s` has the seconds of the four parts of the last forward.
     """
 
     def __init__(self, module: nn.Module, replicas: int) -> None:

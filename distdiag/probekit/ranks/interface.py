@@ -18,8 +18,6 @@ NO_ADDRESS = "no address"
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Interface name, IPv4 address, and the reason for the choice."""
-
     name: str
     address: str
     reason: str
@@ -63,12 +61,7 @@ def tried_by(backend: str) -> Interface:
 
 
 def advice(interfaces: dict[int, Interface], nodes: dict[int, str]) -> str:
-    """Return one line of advice for ranks that could not connect over gloo.
-
-    Args:
-        interfaces: Interfaces of the known ranks, by rank.
-        nodes: Node of each rank.
-    """
+    """Return one line of advice for ranks that could not connect over gloo; both arguments are by rank."""
     variable = "GLOO_SOCKET_IFNAME"
     several = len(set(nodes.values())) > 1
     for rank, interface in interfaces.items():

@@ -32,22 +32,18 @@ from distdiag.streams import say_error, say_json
 from distdiag.terms.units import counted
 
 T = TypeVar("T")
+_ROUNDS = 12  # of messages, to compare the clocks of two hosts
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a rank announces of itself.
-
-    Args:
-        node: Containers and namespaces of one machine count as several.
-        network: Equal on ranks that share their interfaces, with the loopback.
-    """
+    """What a rank announces of itself."""
 
     host: str
-    node: str
+    node: str  # containers and namespaces of one machine count as several
     interface: Interface
     clock: str
-    network: str
+    network: str  # equal on ranks that share their interfaces, with the loopback
 
 
 class Job:
@@ -89,7 +85,6 @@ class Job:
 
     @property
     def ranks_per_host(self) -> int:
-        """Return the largest number of ranks on one host."""
         return max(self.host_keys.count(k) for k in set(self.host_keys))
 
     @contextlib.contextmanager
@@ -103,7 +98,6 @@ class Job:
             yield
 
     def left_s(self) -> float:
-        """Return the seconds left for measuring."""
         return self.deadline_s - time.monotonic()
 
     def barrier(self, label: str = "barrier between measurements") -> None:
@@ -112,7 +106,6 @@ class Job:
                 dist.barrier(group=self.control)
 
     def agree(self, values: list[float], label: str = "agreeing on the next block") -> list[float]:
-        """Return rank 0's values on every rank."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -131,7 +124,6 @@ class Job:
         return torch.stack(parts).numpy() if parts is not None else None
 
     def gather_all(self, value: T, label: str = "collecting") -> list[T]:
-        """Return every rank's value on every rank."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -185,7 +177,7 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
         job.watchdog.start()
         with job.progress.step("connecting to each other"):
             _init_groups(job, arrivals)
-        job.clock_offsets_ns, job.clock_error_ns = clock.align(job, [a.clock for a in arrivals])
+        job.clock_offsets_ns, job.clock_error_ns = align(job, [a.clock for a in arrivals])
         yield job
     except RuntimeError as e:  # gloo and NCCL errors are RuntimeErrors
         if not job.progress.note.inside:  # not from communication: a dataset, a model, our own defect
@@ -201,7 +193,6 @@ def joined(place: RankPlace, options: Options, arrival_limit_s: float) -> Iterat
 
 
 def choose_device(place: RankPlace, options: Options) -> torch.device:
-    """Return the device of this rank: its GPU, or the CPU."""
     if options.device != "cuda":
         return torch.device("cpu")
     count = torch.cuda.device_count()
@@ -316,6 +307,36 @@ def _init_groups(job: Job, arrivals: list[Arrival]) -> None:
         job.group = dist.new_group(backend="nccl", timeout=longer)
     job.hosts = [a.host for a in arrivals]
     job.host_keys = [a.clock + a.host for a in arrivals]
+
+
+def align(job: Job, identities: list[str]) -> tuple[list[int], int]:
+    """Return the offsets of all ranks' clocks against rank 0's in ns, and the largest error; valid on rank 0.
+
+    Every rank calls it. It costs nothing if all identities are equal, else a few round trips per rank.
+    """
+    if len(set(identities)) == 1:
+        return [0] * job.world_size, 0
+    stamp = torch.zeros(1, dtype=torch.int64)
+    offsets, error = [0] * job.world_size, 0
+    for rank in range(1, job.world_size):
+        if identities[rank] == identities[0]:
+            continue
+        exchanges: list[tuple[int, int, int]] = []
+        with job.step(f"clock alignment with rank {rank}"):
+            for _ in range(_ROUNDS):
+                if job.rank == 0:
+                    sent = clock.clock_ns()
+                    dist.send(stamp, rank, group=job.control)
+                    dist.recv(stamp, rank, group=job.control)
+                    exchanges.append((sent, int(stamp[0]), clock.clock_ns()))
+                elif job.rank == rank:
+                    dist.recv(stamp, 0, group=job.control)
+                    stamp[0] = clock.clock_ns()
+                    dist.send(stamp, 0, group=job.control)
+        if job.rank == 0:
+            offsets[rank], of_this = clock.offset_from_exchanges(exchanges)
+            error = max(error, of_this)
+    return offsets, error
 
 
 def _leave_report(place: RankPlace, options: Options, store: Any, error: DistdiagError) -> None:

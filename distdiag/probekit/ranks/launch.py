@@ -44,10 +44,7 @@ _LIKELIEST_FIRST = ("timeout", "usage", "no_data", "crashed", "backend", "rank_l
 
 
 def launch(options: Options, nproc: int, deadline_s: float) -> list[Result]:
-    """Run the probe on `nproc` forked ranks; return the results of rank 0.
-
-    Args:
-        deadline_s: time.monotonic() at which measuring should end.
+    """Run the probe on `nproc` forked ranks, until `deadline_s` of time.monotonic(); return the results of rank 0.
 
     Raises:
         DistdiagError: an error of a rank, a rank that died (with its signal), or a hang (with the missing ranks).
@@ -169,8 +166,7 @@ def _die_with(parent: int) -> None:
 def _supervise(ranks: Sequence[BaseProcess], outcomes: Any, store: dist.TCPStore, last_moment: float) -> list[Result]:
     """Wait for the ranks and return rank 0's results. The first failure ends all ranks.
 
-    Args:
-        last_moment: time.monotonic() until which nothing in a rank waits.
+    `last_moment`: time.monotonic() until which nothing in a rank waits.
     """
     seen: dict[int, list[Result] | DistdiagError] = {}
     failed_at: float | None = None

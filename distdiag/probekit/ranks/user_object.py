@@ -12,7 +12,6 @@ from distdiag.errors import DistdiagError
 
 
 def find_function(option: str, text: str) -> Callable[[], Any]:
-    """Return the function given with `--dataset` or `--model`."""
     module_name, _, name = text.partition(":")
     hint = f"write {option} package.module:function, a function without arguments in a file that Python can import from here"
     if not module_name or not name:

@@ -63,7 +63,6 @@ class Progress:
         self.since_s = time.monotonic()
 
     def current(self) -> Note:
-        """Return the note with the number of operations."""
         note, counter = self.note, self.counter
         return Note(note.sequence, note.label, note.inside, len(counter) if counter is not None else 0)
 
@@ -87,10 +86,8 @@ def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: i
     """Return the TIMEOUT error: which ranks never arrived, where the others wait, and which interface is used."""
     missing, silent = never_arrived(notes, world_size)
     if not missing:
-        return timed_out(
-            f"{label}: all {world_size} ranks are in it, and nothing completed for {limit_s:g} s",
-            f"the transport is stuck, not a rank; interface {where}",
-        )
+        text = f"{label}: all {world_size} ranks are in it, and nothing completed for {limit_s:g} s"
+        return timed_out(text, f"the transport is stuck, not a rank; interface {where}")
     waiting = [r for r in range(world_size) if r not in missing]
     parts = [f"{_ranks(missing)} never arrived within {limit_s:g} s"]
     if waiting:
@@ -105,10 +102,8 @@ def hang_error(label: str, limit_s: float, notes: dict[int, Note], world_size: i
 class Watchdog(threading.Thread):
     """Publishes the rank's note if it makes no progress, and ends the process if its main thread cannot.
 
-    Args:
-        connect: Opens a separate connection to the store (a client that waits blocks its other users). Called only
-            without progress.
-        publish_error: Called with the report before the process ends.
+    `connect` opens a separate connection to the store (a client that waits blocks its other users), only without
+    progress. `publish_error` is called with the report before the process ends.
     """
 
     def __init__(
@@ -121,12 +116,8 @@ class Watchdog(threading.Thread):
         publish_error: Callable[[Any, DistdiagError], None],
     ) -> None:
         super().__init__(name="distdiag-probe-watchdog", daemon=True)
-        self._progress = progress
-        self._rank = rank
-        self._world_size = world_size
-        self._where = where
-        self._connect = connect
-        self._publish_error = publish_error
+        self._progress, self._rank, self._world_size, self._where = progress, rank, world_size, where
+        self._connect, self._publish_error = connect, publish_error
         self._store: Any = None
         self._ended = threading.Event()
         self._lock = threading.Lock()

@@ -17,12 +17,8 @@ from distdiag.probekit.verdict.result import Result
 def run_rank(place: RankPlace, options: Options, deadline_s: float, arrival_limit_s: float) -> list[Result]:
     """Return the results on rank 0, elsewhere an empty list.
 
-    Args:
-        deadline_s: time.monotonic() at which measuring should end; rank 0's value counts.
-        arrival_limit_s: Time limit for all ranks to arrive.
-
-    Raises:
-        DistdiagError: any error of this rank; the traceback of an unexpected one has been printed.
+    Measuring ends at `deadline_s` of rank 0's time.monotonic(). Any error of this rank is raised as a DistdiagError;
+    the traceback of an unexpected one has been printed.
     """
     try:
         probes = [load_probe(n) for n in (catalog.PROBES if options.name == catalog.ALL else [options.name])]

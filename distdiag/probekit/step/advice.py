@@ -32,11 +32,9 @@ class Decision:
 
 @dataclass(slots=True)
 class Advice:
-    """The recommended case and the decisions.
+    """The recommended case (no strategy: nothing asked for fits) and the decisions.
 
-    Args:
-        strategy: None: nothing asked for fits.
-        least_ranks: Fewest ranks on which FSDP's state fits; None: on no number, or not asked.
+    `least_ranks`: fewest ranks on which FSDP's state fits; None: on no number, or not asked.
     """
 
     strategy: str | None = None
@@ -50,7 +48,6 @@ class Advice:
 
 
 def recommend(sheet: Sheet, ranks: list[int]) -> Advice:
-    """Return the recommendation for these numbers of ranks."""
     advice = Advice()
     single = sheet.row(SINGLE, 1)
     advice.decisions.append(

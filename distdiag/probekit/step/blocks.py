@@ -47,42 +47,31 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class Block:
-    """Consecutive steps of one case in one set of processes: on one rank, then (`merged`) on all.
-
-    Args:
-        times_ms: Of each step after the warm-up, on the slowest rank.
-        quiet_ms: The same of steps without communication; DDP only.
-        idle_share: Share of the step in which stages had nothing to compute, mean of the ranks; on the CPU.
-        state: Of the rank that has most.
-        peak_host_bytes: Of the rank with the highest; None if the process is not fresh.
-        blocked_ms: Time in FSDP's collectives in each step, on the rank that waits least; where they block the host.
-        saved_bytes: Activations saved for backward in the first step, of the rank that has most; None: in threads.
-    """
+    """Consecutive steps of one case in one set of processes: on one rank, then (`merged`) on all."""
 
     case: Case
     label: str
     ranks: int
     threads: int
-    times_ms: list[float] = field(default_factory=list)
-    quiet_ms: list[float] = field(default_factory=list)
+    times_ms: list[float] = field(default_factory=list)  # of each step after the warm-up, on the slowest rank
+    quiet_ms: list[float] = field(default_factory=list)  # the same of steps without communication; DDP only
     parts_ms: dict[str, float] = field(default_factory=dict)
-    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))
+    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0))  # of the rank that has most
     expected: StateBytes | None = None
-    peak_host_bytes: int | None = None
+    peak_host_bytes: int | None = None  # of the rank with the highest; None if the process is not fresh
     peak_device_bytes: int | None = None
+    # of the step, in which stages had nothing to compute, mean of the ranks; on the CPU
     idle_share: float | None = None
     expected_idle_share: float | None = None
     noise: BlockNoise | None = None
+    # activations saved for backward in the first step, of the rank that has most; None: in threads
     saved_bytes: int | None = None
+    # time in FSDP's collectives in each step, on the rank that waits least; where they block the host
     blocked_ms: list[float] = field(default_factory=list)
 
 
 def make_batch(job: Job) -> Batch:
-    """Return the global batch: random images in CIFAR-10's shape, and labels; equal on every rank.
-
-    Raises:
-        DistdiagError: it cannot be divided among the ranks.
-    """
+    """Return the global batch: random images in CIFAR-10's shape, and labels; equal on every rank."""
     size = job.options.batch_size if job.options.name == "step" else BATCH
     check_batch(size, job.world_size)
     generator = torch.Generator().manual_seed(0)
@@ -91,11 +80,9 @@ def make_batch(job: Job) -> Batch:
 
 
 def check_batch(size: int, ranks: int) -> None:
-    """Check that the global batch can be divided among the ranks."""
     if size % ranks:
-        raise DistdiagError(
-            f"--batch-size {size} cannot be divided by {ranks} ranks", f"--batch-size {size // ranks * ranks or ranks}"
-        )
+        text = f"--batch-size {size} cannot be divided by {ranks} ranks"
+        raise DistdiagError(text, f"--batch-size {size // ranks * ranks or ranks}")
 
 
 def make_model(name: str | None) -> nn.Module:
@@ -105,18 +92,15 @@ def make_model(name: str | None) -> nn.Module:
         return build_model(name or "simple")
     model = find_function("--model", name)()
     if not isinstance(model, nn.Module):
-        raise DistdiagError(
-            f"--model {name} returned a {type(model).__name__}",
-            "return an nn.Module that takes (n, 3, 32, 32) images",
-        )
+        hint = "return an nn.Module that takes (n, 3, 32, 32) images"
+        raise DistdiagError(f"--model {name} returned a {type(model).__name__}", hint)
     return model
 
 
 def measure(job: Job, case: Case, batch: Batch, seconds: float, fresh: bool) -> Block | None:
     """Measure one case within `seconds`; return the block on rank 0, None elsewhere.
 
-    Args:
-        fresh: This process has measured nothing before, so that its peak of memory is the case's.
+    In a `fresh` process, which has measured nothing before, the peak of memory is the case's.
     """
     if case.processes > 1:
         return _Measurement(job, case, batch, fresh).run(seconds)
@@ -125,11 +109,7 @@ def measure(job: Job, case: Case, batch: Batch, seconds: float, fresh: bool) -> 
 
 
 class _Measurement:
-    """One block on one rank.
-
-    Args:
-        alone: Only rank 0 computes, whatever the number of ranks.
-    """
+    """One block on one rank. `alone`: only rank 0 computes, whatever the number of ranks."""
 
     def __init__(self, job: Job, case: Case, batch: Batch, fresh: bool, alone: bool = False) -> None:
         self.job, self.case, self.alone, self.fresh = job, case, alone, fresh
@@ -275,7 +255,6 @@ def _highest(values: list[int | None]) -> int | None:
 
 
 def label_of(case: Case, device: str, threads: int) -> str:
-    """Return the strategy's name for a table."""
     more = {
         "single-threads": f", {threads} threads",
         "dataparallel": "" if device == "cuda" else " (threads)",

@@ -28,11 +28,7 @@ _SHARES_BATCH = ("ddp", "fsdp")  # each rank has a part of it
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes that stay in memory from step to step, on one rank.
-
-    Args:
-        gradients: Between backward and the optimizer step.
-    """
+    """Bytes that stay in memory from step to step, on one rank; gradients from backward to the optimizer step."""
 
     parameters: int
     gradients: int
@@ -49,12 +45,8 @@ def expected_state(
     """Return the state by formula: bytes for each parameter that the rank keeps.
 
     fsdp divides parameters, gradients and optimizer state by the number of ranks. With stages a rank has those of its
-    layers. All others keep everything. The buckets of DDP, the copies of DataParallel, gathered layers of FSDP and
-    activations are not in it.
-
-    Args:
-        parameters: Of the whole model.
-        largest_stage: Parameters of the largest stage; None (unknown): no formula for stages.
+    layers: None if the parameters of the largest stage are not known. All others keep everything. The buckets of DDP,
+    the copies of DataParallel, gathered layers of FSDP and activations are not in it.
     """
     own = float(parameters)
     if strategy == "fsdp":
@@ -74,7 +66,6 @@ def measured_state(parameters: Iterable[nn.Parameter], gradients: int, optimizer
 
 
 def gradient_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of the gradients that exist now."""
     return sum(local_bytes(p.grad) for p in parameters if p.grad is not None)
 
 
@@ -128,8 +119,7 @@ class SavedBytes:
     def counting(self, module: nn.Module, *batch: torch.Tensor) -> Iterator[None]:
         """Count what is saved within the context, without the parameters and buffers that `module` has at that time.
 
-        Args:
-            batch: Images and labels, which are not counted either. What a stage receives from another is.
+        Images and labels (`batch`) are not counted either. What a stage receives from another is.
         """
         given = {t.untyped_storage()._cdata for t in batch}
 
@@ -173,13 +163,9 @@ class _Saved:
 def saved_by_forward(
     module: nn.Module, samples: int, shape: tuple[int, ...], first: bool, last: bool, dtype: torch.dtype = torch.float32
 ) -> int:
-    """Return the bytes that one forward of `module` (on the meta device) saves.
+    """Return the bytes that one forward of `module` (on the meta device) saves, for `samples` of this `shape`.
 
-    Args:
-        samples: In the batch.
-        shape: Of one sample.
-        first: The inputs are the batch, which is not counted.
-        last: The module's outputs go into a cross entropy.
+    If it is `first`, its inputs are the batch, which is not counted; if `last`, its outputs go into a cross entropy.
     """
     count = SavedBytes()
     inputs = torch.empty(samples, *shape, device="meta", dtype=dtype)
@@ -196,14 +182,10 @@ def expected_activations(
     strategy: str, ranks: int, network: nn.Module, batch: int, shape: tuple[int, ...], stages: Cut | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> int:  # fmt: skip
-    """Return the activations by formula, on the rank that has most.
+    """Return the activations by formula, on the rank that has most; all modules are on the meta device.
 
-    ddp and fsdp: of the rank's part of the batch. model: of the whole batch in the rank's stage. pipeline (1F1B): stage i
-    of n holds n - i micro-batches at once. All others: of the whole batch.
-
-    Args:
-        network: On the meta device, as are the modules of `stages`.
-        stages: With model and pipeline; stage i is on rank i.
+    ddp and fsdp: of the rank's part of the batch. model: of the whole batch in the rank's stage. pipeline (1F1B): stage
+    i of n holds n - i micro-batches at once. All others: of the whole batch.
     """
     if stages is None:
         samples = -(-batch // ranks) if strategy in _SHARES_BATCH else batch

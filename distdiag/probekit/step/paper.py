@@ -22,18 +22,7 @@ _MOST_GBPS = 1e6
 
 @dataclass(slots=True)
 class PaperRow:
-    """One strategy on one number of ranks, bytes of the rank that has most.
-
-    Args:
-        buffers_bytes: DDP's buckets; FSDP's gathered blocks (None: `--layers` is not given).
-        activations_bytes: Saved for backward; None: not known.
-        left_bytes: Of the device, for activations and everything else; below 0: the state does not fit.
-        samples: Of the global batch that are on this rank at once; of a pipeline, in one micro-batch.
-        fits: "yes"; "accumulate": with fewer samples at once; "tight": with less than the reserve; "no".
-        exchange_bytes: That cross this rank's link in one step, for parameters and gradients; None for a single process, and
-            for stages, which exchange activations.
-        exchange_ms: The same at the link's bandwidth; None: not given.
-    """
+    """One strategy on one number of ranks, bytes of the rank that has most."""
 
     strategy: str
     label: str
@@ -41,13 +30,14 @@ class PaperRow:
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
-    buffers_bytes: int | None
-    activations_bytes: int | None
-    left_bytes: int
-    samples: int
-    fits: str
+    buffers_bytes: int | None  # DDP's buckets; FSDP's gathered blocks (None: `--layers` is not given)
+    activations_bytes: int | None  # saved for backward; None: not known
+    left_bytes: int  # of the device, for activations and everything else; below 0: the state does not fit
+    samples: int  # of the global batch that are on this rank at once; of a pipeline, in one micro-batch
+    fits: str  # "yes"; "accumulate": with fewer samples at once; "tight": with less than the reserve; "no"
+    # of parameters and gradients over this rank's link in one step; None: one process, or stages
     exchange_bytes: int | None = None
-    exchange_ms: float | None = None
+    exchange_ms: float | None = None  # the same at the link's bandwidth; None: not given
 
     @property
     def state_bytes(self) -> int:
@@ -64,12 +54,6 @@ class Link:
 
 @dataclass(slots=True)
 class Sheet:
-    """The inputs from which all rows are computed.
-
-    Args:
-        batch: Global batch.
-    """
-
     sizes: Sizes
     paper: Paper
     memory_bytes: int
@@ -84,7 +68,6 @@ class Sheet:
         return self._rows[key]
 
     def rows(self, strategies: list[str], ranks: list[int]) -> tuple[list[PaperRow], dict[Case, str]]:
-        """Return the rows of all cases, and the reasons for cases that are not possible."""
         rows: list[PaperRow] = []
         reasons: dict[Case, str] = {}
         for strategy in strategies:

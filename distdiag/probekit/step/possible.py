@@ -44,8 +44,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The properties of the machine that decide what is possible."""
-
     device: str
     backend: str
     gpus: int

@@ -27,11 +27,7 @@ _START_S = 1.0  # of a block's processes, before the first was measured
 
 
 def compare(options: Options, gpus: int, deadline_s: float) -> Result:
-    """Measure all cases in turn until the budget ends.
-
-    Args:
-        gpus: GPUs of this host.
-        deadline_s: time.monotonic() at which measuring should be over.
+    """Measure all cases in turn until `deadline_s` of time.monotonic().
 
     Raises:
         DistdiagError: a batch that cannot be divided; the first error if no case could be measured.

@@ -24,51 +24,37 @@ _MOST_NAMES = 3  # of strategies in a sentence
 
 @dataclass(slots=True)
 class StepRow:
-    """One strategy on one number of ranks; times are those of the slowest rank.
-
-    Args:
-        ranks: That compute.
-        threads: Per rank.
-        ci95_ms: Of the median; over rounds if there are three or more, else over steps.
-        speed_up: Single process / this; its interval is of the ratios within one round.
-        efficiency: Speed-up for each device or core in use.
-        competing: There are more ranks and threads than cores, so that the speed-up says nothing about more machines.
-        state_bytes: Parameters, gradients and optimizer state on the rank that has most.
-        peak_bytes: The device allocator's peak; CUDA only.
-        peak_host_bytes: Highest resident memory above the process before the model was built.
-        activations_bytes: Saved for backward, in the first step; None: the copies of DataParallel, which are not counted.
-        expected_activations_bytes: The same by formula; None: the model cannot run on the meta device.
-        exposed_ms: Communication that computing does not hide.
-        idle_share: With stages: share of the step in which a rank has nothing to compute.
-    """
+    """One strategy on one number of ranks; times are those of the slowest rank."""
 
     strategy: str
     label: str
-    ranks: int
-    threads: int
+    ranks: int  # that compute
+    threads: int  # per rank
     step_ms: float
-    ci95_ms: tuple[float, float]
+    ci95_ms: tuple[float, float]  # of the median; over rounds if there are three or more, else over steps
     steps: int
     samples_per_s: float
-    speed_up: float | None = None
-    efficiency: float | None = None
-    state_bytes: int = 0
-    peak_bytes: int | None = None
-    exposed_ms: float | None = None
+    speed_up: float | None = None  # single process / this
+    efficiency: float | None = None  # speed-up for each device or core in use
+    state_bytes: int = 0  # parameters, gradients and optimizer state on the rank that has most
+    peak_bytes: int | None = None  # the device allocator's; CUDA only
+    exposed_ms: float | None = None  # communication that computing does not hide
     parts_ms: dict[str, float] = field(default_factory=dict)
     times_ms: list[float] = field(default_factory=list)
     epoch_s: float = 0.0
     rounds: int = 1
-    speed_up_ci95: tuple[float, float] | None = None
-    competing: bool = False
+    speed_up_ci95: tuple[float, float] | None = None  # of the ratios within one round
+    competing: bool = False  # more ranks and threads than cores: the speed-up says nothing about more machines
     exposed_share: float | None = None
-    idle_share: float | None = None
+    idle_share: float | None = None  # with stages: of the step, in which a rank has nothing to compute
     expected_idle_share: float | None = None
-    peak_host_bytes: int | None = None
+    peak_host_bytes: int | None = None  # highest resident memory above the process before the model was built
     memory: dict[str, int] = field(default_factory=dict)
     expected_memory: dict[str, int] | None = None
     round_ms: list[float] = field(default_factory=list)
+    # saved for backward, in the first step; None: the copies of DataParallel, which are not counted
     activations_bytes: int | None = None
+    # the same by formula; None: the model cannot run on the meta device
     expected_activations_bytes: int | None = None
 
 

@@ -56,7 +56,6 @@ _ON_PAPER = (
 
 
 def table(result: Result) -> Table:
-    """Return one line for each strategy and number of ranks."""
     return Table.of(_ON_PAPER if "paper" in result.details else _MEASURED, result.rows)
 
 
@@ -99,7 +98,6 @@ def drawing(result: Result) -> list[str]:
 
 
 def headline(result: Result) -> str:
-    """Return one line for `all`."""
     rows: list[StepRow] = result.rows
     return ", ".join(
         f"{r.strategy} {r.step_ms:.0f} ms" + (f" ({r.speed_up:.2f}x)" if r.speed_up and r.strategy != "single" else "")

@@ -19,20 +19,14 @@ from distdiag.train.strategies.stages import IMAGE
 
 @dataclass
 class Stated:
-    """`--params`, with equal stages and blocks.
+    """`--params`, with equal stages and blocks; None: not given."""
 
-    Args:
-        parameters: Of the whole model.
-        layers: Equal blocks; None: not given.
-        whole: Activations of the global batch in one process; None: not given.
-        gathered: Parameters that FSDP holds gathered at once: a block, and the next one, which it fetches ahead.
-        block: Parameters of the largest block, whose gradients FSDP holds whole before it divides them.
-    """
-
-    parameters: int
-    layers: int | None = None
-    whole: int | None = None
+    parameters: int  # of the whole model
+    layers: int | None = None  # equal blocks
+    whole: int | None = None  # activations of the global batch in one process
+    # parameters that FSDP holds gathered at once: a block, and the next one, which it fetches ahead
     gathered: int | None = None
+    # parameters of the largest block, whose gradients FSDP holds whole before it divides them
     block: int | None = None
 
     def __post_init__(self) -> None:
@@ -48,7 +42,6 @@ class Stated:
         return None
 
     def largest_stage(self, ranks: int) -> int:
-        """Return the parameters of the largest of `ranks` stages."""
         layers = self.layers or self.parameters
         return round(self.parameters * -(-layers // ranks) / layers)
 
@@ -65,11 +58,7 @@ class Stated:
 
 
 class Counted:
-    """The same as `Stated`, of a model on the meta device, whose activations are counted in a forward.
-
-    Args:
-        dtype: Of parameters and activations.
-    """
+    """The same as `Stated`, of a model on the meta device in `dtype`, whose activations are counted in a forward."""
 
     def __init__(self, name: str, network: nn.Module, dtype: torch.dtype) -> None:
         from distdiag.train.strategies.sharded import blocks_of

@@ -77,7 +77,6 @@ def saved(path: str) -> Any:
 
 
 def load(path: str) -> list[Entry]:
-    """Return the entries of a baseline file."""
     hint = "`distdiag probe NAME --save FILE` writes one"
     try:
         data = saved(path)
@@ -152,10 +151,9 @@ def compare(
 
 
 def _entry_of(result: Result, entries: list[Entry]) -> Entry | None:
-    """Return the entry that was measured under the same conditions; None if the result has nothing to compare.
+    """Return the entry that was measured under the same conditions (an error if there is none).
 
-    Raises:
-        DistdiagError: there is none.
+    None if the result has nothing to compare.
     """
     mine = key_of(result)
     of_probe = [e for e in entries if e.key.get("probe") == result.probe]

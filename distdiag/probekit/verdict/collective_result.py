@@ -30,16 +30,10 @@ DDP_BUCKET_BYTES = 25 * 2**20  # torch.nn.parallel.DistributedDataParallel(bucke
 
 
 def build(
-    name: str,
-    op: str,
-    job: Job,
-    measured: list[tuple[int, Stamped, list[WrongValues]]],
-    ceilings: dict[str, float | None],
-    skipped: list[int],
+    name: str, op: str, job: Job, measured: list[tuple[int, Stamped, list[WrongValues]]], skipped: list[int]
 ) -> Result:
-    """Return the judged result on rank 0."""
     result = new_result(job, name)
-    result.ceilings = dict(ceilings)
+    result.ceilings = dict(job.ceilings or {})
     medians: list[Samples] = []
     for size, stamped, wrong in measured:
         row, replicates, block_medians = make_row(op, size, stamped, wrong, job)
@@ -147,8 +141,7 @@ def tail_signature(row: Row) -> str | None:
 def tail_cause(extra_ms: float, tick_ms: float) -> str | None:
     """Return the known cause of operations that take `extra_ms` longer than the others; None if there is none.
 
-    Args:
-        tick_ms: Between two ticks of the kernel's scheduler.
+    `tick_ms` is the time between two ticks of the kernel's scheduler.
     """
     if 0.75 * tick_ms <= extra_ms <= 1.25 * tick_ms:
         return f"{tick_ms:g} ms is one scheduler tick: the rank waited for a CPU; give every rank its own (fewer ranks, pinning)"
@@ -221,7 +214,6 @@ def bucket_advice(half_bandwidth_bytes: float) -> str:
 
 
 def headline(result: Result) -> str:
-    """Return the line of `all` for this probe."""
     if not result.rows:
         return "nothing measured"
     first, last = result.rows[0], result.rows[-1]

@@ -20,7 +20,6 @@ FEW = 8  # iterations; with fewer, the interval is the range, no rank is late, a
 
 
 def judge_collective(result: Result, floor_gbps: float | None, skipped_bytes: list[int]) -> None:
-    """Set verdict and reasons of one collective's result."""
     rows: list[Row] = result.rows
     wrong_values(result, rows)
     noisy = host_noise(result)
@@ -108,8 +107,7 @@ def against_ceilings(result: Result, rows: list[Row], fail: Verdict) -> None:
 def against_floor(result: Result, rows: list[Row], floor_gbps: float, unsure: bool) -> None:
     """Fail only if the whole interval is below the floor.
 
-    Args:
-        unsure: The host was busy, or sizes are missing that may reach more.
+    `unsure`: the host was busy, or sizes are missing that may reach more.
     """
     best = best_row(rows)
     if best is None or best.busbw_ci95_gbps is None:
@@ -121,16 +119,13 @@ def against_floor(result: Result, rows: list[Row], floor_gbps: float, unsure: bo
         sure = not unsure and best.iterations >= FEW
         result.judge(Verdict.FAIL if sure else Verdict.INCONCLUSIVE, f"{found} is below the floor of {floor_gbps:g}")
     elif low < floor_gbps:
-        result.judge(
-            Verdict.INCONCLUSIVE,
-            f"{found}: the interval contains the floor of {floor_gbps:g}; more --budget narrows it",
-        )
+        text = f"{found}: the interval contains the floor of {floor_gbps:g}; more --budget narrows it"
+        result.judge(Verdict.INCONCLUSIVE, text)
     else:
         result.reasons.append(f"{found} is above the floor of {floor_gbps:g}")
 
 
 def best_row(rows: list[Row]) -> Row | None:
-    """Return the row with the highest bus bandwidth."""
     moved = [r for r in rows if r.busbw_gbps is not None]
     return max(moved, key=lambda r: r.busbw_gbps or 0.0, default=None)
 

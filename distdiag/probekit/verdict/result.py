@@ -43,8 +43,6 @@ class TimeUs:
 
 @dataclass(slots=True)
 class WrongValues:
-    """Wrong values in one rank's result of a collective."""
-
     rank: int
     elements: int  # how many were wrong
     first: int  # position of the first one
@@ -54,8 +52,6 @@ class WrongValues:
 
 @dataclass(slots=True)
 class Row:
-    """One message size of one collective."""
-
     bytes: int
     elements: int
     iterations: int

@@ -193,11 +193,7 @@ def time_collections(page: PageWriter) -> None:
 
 
 def fast_hook(shared: Ledger, name: str, slow: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
-    """Return a hook: its fast path is the C function `name` in `c/hooks.c`; `slow` handles every other case, guarded.
-
-    Args:
-        of: What the fast path reads in addition to the ledger.
-    """
+    """Return a hook: its fast path is the C function `name`, which may read `of`; `slow` handles every other case, guarded."""
     return state.guarded(slow) if _c is None else _c.fast_hook(shared, name, slow, of)
 
 

@@ -29,7 +29,6 @@ class BucketRebuilds:
 
     @guarded
     def watch(self, ddp: Any) -> None:
-        """Watch a new DDP module."""
         if not hasattr(self._of, "_rebuild_buckets") or (ddp.find_unused_parameters and not ddp.static_graph):
             return
         self._open.add(id(ddp))

@@ -32,7 +32,6 @@ class CallEntries(Groups):
         self._peers: OrderedDict[tuple[int, bool, int, int], PeerSlot] = OrderedDict()  # least recently used first
 
     def _op(self, op: str) -> int:
-        """Return the heap offset of an operation's name."""
         off = self._ops.get(op)
         if off is None:
             off = self._ops[op] = self.page.text(op)

@@ -256,7 +256,6 @@ class Collectives(CallEntries):
 
     @guarded
     def coalesced(self, began: tuple[Group, list[int]] | None, work: Any, _error: BaseException | None) -> None:
-        """Record that `_end_coalescing` has issued the group's calls."""
         g, calls = began or (None, [])
         if g is None or not calls:
             return
@@ -277,7 +276,6 @@ class Collectives(CallEntries):
 
     @guarded
     def failed(self, number: int, g: Group, method: str, error: BaseException) -> None:
-        """Record that the call has raised."""
         if method in _COUNTED_APART and g.may_count_messages and g.coalescing is None:
             g.message_ends()
         self.page.call_left(number, now_ns(), 0, failed=True)
@@ -295,9 +293,7 @@ class Collectives(CallEntries):
     def issued_functional(self, token: list[int], g: Group, main: bool, result: int) -> None:
         """Record that a functional collective is issued.
 
-        Args:
-            token: `[number of the call]`, shared by the results of a coalesced collective.
-            result: Address of the tensor that it will return, by which it is waited for.
+        Its result is waited for by the address of the tensor; the results of a coalesced one share `[number of the call]`.
         """
         if g.on_device:
             self._connected(g, token[0], main)
@@ -368,7 +364,6 @@ class Collectives(CallEntries):
 
     @guarded
     def group_call_ends(self) -> None:
-        """Record that `init_process_group` or `new_group` has returned."""
         if self.page.words[_BLOCKED] == _GROUP:
             self.unblock()
             self.page.call_left(self.header.blocked_at, now_ns(), 0, failed=False)
@@ -379,10 +374,8 @@ class Collectives(CallEntries):
         if group is None or group is dist.group.WORLD:
             for g in self.groups.values():
                 g.slot.destroyed = 1
-            self.groups.clear()
-            self.unfollowed.clear()
-            self.in_flight.clear()
-            self.results.clear()
+            for kept in (self.groups, self.unfollowed, self.in_flight, self.results):
+                kept.clear()
             self.header.life = LifeWord.LEFT_GROUP
             self.header.stack_ns = 0  # what the stack shows was before
         else:

@@ -25,8 +25,6 @@ _OF_RANK = re.compile(r"(?:rank|proc|worker|host|node|gpu|cuda)[-_:]?\d+", re.IG
 
 def data_set_index(data: Any, length: int) -> int:
     """Return a hash of some elements of a data set's index, with `KNOWN`, and `SPLIT` if it is a Subset; 0: it has no known index."""
-    if length <= 0:
-        return 0
     if (of := _unwrapped(data, length)) is None:
         return 0
     data, chosen, found = of
@@ -47,9 +45,7 @@ def data_set_content(data: Any, length: int) -> int:
 
     0 if it holds none. Two data sets with one hash make the same sample of an index, but for what they draw at random.
     """
-    if data is None or length <= 0:
-        return 0
-    if (of := _unwrapped(data, length)) is None:
+    if data is None or (of := _unwrapped(data, length)) is None:
         return 0
     data, chosen, subsets = of
     found, exact, known = [length, *subsets], not subsets, False
@@ -67,7 +63,12 @@ def data_set_content(data: Any, length: int) -> int:
 
 
 def _unwrapped(data: Any, length: int) -> tuple[Any, list[int], list[Any]] | None:
-    """Return (data set within up to four Subsets, some of its samples, which these are in each Subset); None if a Subset has no known index."""
+    """Return (data set within up to four Subsets, some of its samples, which these are in each Subset).
+
+    None if it has no length, or a Subset has no known index.
+    """
+    if length <= 0:
+        return None
     chosen = list(range(0, length, max(1, length // ELEMENTS)))[:ELEMENTS]
     found: list[Any] = []
     while isinstance(data, Subset) and len(found) < 4:

@@ -39,8 +39,7 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
         shapes = [(name, tuple(p.shape)) for name, p in named_tensors(module) if p.requires_grad]
         slot.parameter_elements = sum(p.numel() for p in parameters(module) if p.requires_grad)
         frozen = [(name, p.numel()) for name, p in named_tensors(module) if not p.requires_grad]
-    slot.parameters = len(shapes)
-    slot.frozen = len(frozen)
+    slot.parameters, slot.frozen = len(shapes), len(frozen)
     slot.frozen_names = accounting.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
     raw = repr([s for _, s in shapes]).encode()
     slot.shape_hash = zlib.crc32(raw) << 32 | zlib.adler32(raw)

@@ -32,7 +32,6 @@ class DeviceClock:
 
     Args:
         make_event: `torch.cuda.Event(enable_timing=True)`, or an object with `record`, `query` and `elapsed_time` (ms).
-        on_device: A context in which the device is the current one.
         capturing: True while a CUDA graph is captured on the current stream.
     """
 
@@ -103,7 +102,6 @@ class DeviceClock:
 
 
 def cuda_clock(device: int) -> DeviceClock:
-    """Return a clock for a CUDA device."""
     return DeviceClock(
         lambda: torch.cuda.Event(enable_timing=True),
         lambda: torch.cuda.device(device),

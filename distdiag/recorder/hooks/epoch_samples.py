@@ -55,7 +55,6 @@ class EpochSamples:
         return True
 
     def drawn(self, indices: Any) -> Any:
-        """Add what a sampler draws, and return it."""
         self._draw(indices if type(indices) is list else [indices])
         return indices
 

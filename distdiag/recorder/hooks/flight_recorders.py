@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
@@ -31,13 +31,12 @@ _numbers: dict[int, int] = {}  # by id of a ProcessGroup: number of its hook
 _attached = 0
 
 
-class Hook:
+class Hook(NamedTuple):
     """What torch's hook records of one group."""
 
-    __slots__ = ("backend", "number", "reports_completion")
-
-    def __init__(self, backend: str, number: int, reports_completion: bool) -> None:
-        self.backend, self.number, self.reports_completion = backend, number, reports_completion
+    backend: str
+    number: int
+    reports_completion: bool
 
     def counters(self) -> tuple[int, int] | None:
         """Return how many operations of the group are recorded, and how many of them are complete (-1: not known)."""
@@ -52,15 +51,11 @@ class Hook:
 
 def install() -> None:
     """Follow the hooks that torch attaches to new groups; called once per process."""
-    global _attached
     if not HAS_HOOKS:
         return
-    for pg in dist._world.pg_flight_recorder_hooks:
-        _numbers[id(pg)] = _attached
-        _attached += 1
 
     @guarded
-    def attached(pg: Any, _out: Any, error: BaseException | None) -> None:
+    def attached(pg: Any, _out: Any = None, error: BaseException | None = None) -> None:
         global _attached
         if error is not None:
             return
@@ -69,6 +64,8 @@ def install() -> None:
             _numbers[id(pg)] = _attached
             _attached += 1
 
+    for pg in dist._world.pg_flight_recorder_hooks:
+        attached(pg)
     dist._maybe_attach_flight_recorder = around(
         dist._maybe_attach_flight_recorder, lambda pg, *_args, **_kwargs: pg, attached
     )

@@ -56,8 +56,6 @@ def install(collectives: Collectives) -> None:
 
 
 def _wrap(collectives: Collectives, module: Any, original: Any, method: str, group_at: int) -> Any:
-    """Return `original`, a functional collective, with its call recorded."""
-
     failed = collectives.failed
 
     @guarded
@@ -110,8 +108,6 @@ def _wrap_result(collectives: Collectives, original: Any) -> Any:
 
 
 def _wrap_wait(collectives: Collectives, original: Any) -> Any:
-    """Return `original`, torch's `wait_tensor`, with the wait recorded."""
-
     @guarded
     def begins(tensor: Any) -> tuple[int, bool] | None:
         address = _address(getattr(tensor, "elem", tensor)) if collectives.results else 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -28,21 +29,17 @@ UNFOLLOWED_KEPT = 16
 OFFSETS_KEPT = 16  # offsets kept; the flight recorder's newest numbers are only a few collectives old
 
 
+@dataclass(slots=True)
 class Batch:
     """Operations between `_start_coalescing` and `_end_coalescing`: one operation of the device, with one number."""
 
-    __slots__ = ("begun_ns", "calls", "seq")
-
-    def __init__(self, begun_ns: int) -> None:
-        self.begun_ns = begun_ns
-        self.calls: list[int] = []
-        self.seq = 0  # number shared by its collectives
+    begun_ns: int
+    calls: list[int] = field(default_factory=list)
+    seq: int = 0  # number shared by its collectives
 
 
 class Numbering:
     """Translates another counter of a group's operations, which counts its messages, too, into the number of collectives."""
-
-    __slots__ = ("_segments", "offset")
 
     def __init__(self) -> None:
         self.offset = 0  # the counter minus the number of collectives
@@ -69,13 +66,6 @@ class Numbering:
 
 
 class Group:
-    """One process group in this process."""
-
-    __slots__ = (
-        "backend", "begun_messages", "coalescing", "connected", "counter", "hook", "implementations", "issued", "may_count_messages", "members",
-        "numbering", "on_device", "open_messages", "pg", "recorded", "recorded_messages", "slot", "slot_index", "to_global",
-    )  # fmt: skip
-
     def __init__(self, pg: Any, slot: GroupSlot, slot_index: int, members: list[int]) -> None:
         self.pg, self.slot, self.slot_index = pg, slot, slot_index
         # The backend's counter of collectives. None: it has none, and those that Python issues are counted.
@@ -130,14 +120,10 @@ class Group:
         self.recorded.shift(issued, self.recorded.offset + 1)
 
     def by_hook(self, counters: tuple[int, int], at_least: int, at_most: int) -> tuple[int, int] | None:
-        """Return (newest issued, newest completed) by what the hook has recorded; None if that is not known.
+        """Return (newest issued, newest completed) by the hook's counters; None if that is not known.
 
-        What a CUDA graph captures takes a number and is not recorded. So numbers that are missing while nothing is issued are a
-        change of the offset.
-
-        Args:
-            counters: The hook's.
-            at_least, at_most: Collectives issued before and after its counters were read.
+        What a CUDA graph captures takes a number and is not recorded. So numbers that are missing while nothing is issued
+        (`at_least` and `at_most`: before and after the counters were read) are a change of the offset.
         """
         issued, completed = counters
         if at_least == at_most and self.recorded.number(issued) < at_least and not self.open_messages:
@@ -150,8 +136,6 @@ class Group:
 
 
 class Groups:
-    """The groups registered in the page of one recorder."""
-
     def __init__(self, recorder: state.Recorder) -> None:
         self.recorder = recorder
         self.header = recorder.header
@@ -185,9 +169,7 @@ class Groups:
     def unfollow(self, pg: Any, what: str, frame: FrameType, g: Group | None = None) -> None:
         """Note an operation on a group after which its waits cannot be judged; all but `new_window` end its recording, too.
 
-        Args:
-            frame: Of its caller.
-            g: The group as it was recorded, if it no longer is.
+        `g` is the group as it was recorded, if it no longer is.
         """
         g = g or self.groups.get(id(pg))
         if what != "new_window":
@@ -311,13 +293,10 @@ class Groups:
         if known is not None and count(known) == at_least - 1:
             return None  # a running call is not recorded yet: NCCL's first call connects before it is recorded
         taken = {str(other.slot.flight_recorder_id) for other in self.groups.values() if other is not g}
-        found = (
-            []
-            if at_most <= 0
-            else [k for k, counters in status.items() if k not in taken and at_least <= count(counters) <= at_most]
-        )
-        g.slot.flight_recorder_id = int(found[0]) if len(found) == 1 else -1
-        return status[found[0]] if len(found) == 1 else None
+        found = [k for k, counters in status.items() if k not in taken and at_least <= count(counters) <= at_most]
+        only = found[0] if len(found) == 1 and at_most > 0 else None
+        g.slot.flight_recorder_id = -1 if only is None else int(only)
+        return None if only is None else status[only]
 
 
 def _issued(g: Group) -> int | None:

@@ -36,20 +36,14 @@ def install(recorder: state.Recorder, collectives: Collectives) -> StepAccountin
     torch.autograd.backward = autograd_backward(accounting, torch.autograd.backward)
     _wrap_loader(accounting)
     _wrap_join(accounting)
-    _hook_optimizers(accounting)
+    register_optimizer_step_pre_hook(_in_eager_code(accounting.optimizer_begins))
+    register_optimizer_step_post_hook(_in_eager_code(accounting.optimizer_ends))
     return accounting
 
 
-def _hook_optimizers(accounting: StepAccounting) -> None:
-    """Call the hooks before and after every optimizer's step; a compiled step contains neither call."""
-    for register, hook in (
-        (register_optimizer_step_pre_hook, accounting.optimizer_begins),
-        (register_optimizer_step_post_hook, accounting.optimizer_ends),
-    ):
-        register(_in_eager_code(hook))
-
-
 def _in_eager_code(hook: Any) -> Any:
+    """Return a hook of every optimizer's step; a compiled step does not contain its call."""
+
     @wraps(_not_traced, traced=_not_traced)
     def call(optimizer: Any, args: Any, kwargs: Any) -> None:
         try:

@@ -94,7 +94,6 @@ class Loaders:
 
     @guarded
     def starts(self, loader: Any, iterator: Any, frame: Any) -> None:
-        """Record that a DataLoader begins an epoch."""
         site = self.recorder.user_site(frame)
         last = self._slots.get(site)
         left_in = last.sampler_epoch if last is not None and not last.exhausted else -1
@@ -230,10 +229,8 @@ class Loaders:
         slot = self._slot(site)
         if slot is None:
             return None
-        slot.n_previous = slot.n_first
-        for i in range(slot.n_first):
-            slot.previous[i] = slot.first[i]
-        slot.n_first = 0
+        n, slot.n_previous, slot.n_first = slot.n_first, slot.n_first, 0
+        slot.previous[:n] = slot.first[:n]
         slot.previous_batches, slot.batches = slot.batches, 0
         slot.exhausted = slot.data_set_index = 0
         slot.length = -1  # until all of this epoch is written
@@ -364,7 +361,6 @@ def _fits(sampler: Any) -> bool | None:
 
 
 def _samplers(loader: Any) -> tuple[Any, Any]:
-    """Return the samplers of a loader's batches and of its samples."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     sampler = getattr(batch_sampler, "sampler", None)
     if sampler is None:  # not `or`: a sampler's truth depends on its length, which runs the job's code
@@ -435,7 +431,6 @@ def _length(x: Any) -> int:
 
 
 def first_tensor(batch: Any, wanted: Any, depth: int = 0) -> torch.Tensor | None:
-    """Return the first tensor in a (nested) batch that `wanted` accepts."""
     if isinstance(batch, torch.Tensor):
         return batch if wanted(batch) else None
     if depth > 3:

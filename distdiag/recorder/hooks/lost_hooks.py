@@ -39,7 +39,6 @@ def lost(models: list[Model]) -> tuple[list[str], int]:
 
 
 def replaced(p: Any, node: Any) -> bool:
-    """True if a parameter has another node than this one."""
     return _node(p) not in (node, None)
 
 

@@ -153,7 +153,6 @@ class NonFinite:
                 return
 
     def _probed(self) -> list[Any]:
-        """Return the parameters whose gradient is checked."""
         groups = getattr(self._probe[0](), "param_groups", ())
         return [p for i, k in self._probe[1] for g in groups[i : i + 1] for p in g["params"][k : k + 1]]
 

@@ -56,8 +56,6 @@ class _Compared(NamedTuple):
 
 
 class ReplicaChecksums:
-    """Checksums of values that must be equal on all ranks."""
-
     def __init__(self, ledger: Ledger, samples: Samples) -> None:
         self.ledger, self.samples = ledger, samples
         # the other optimizers that step, by id, in their order
@@ -304,7 +302,6 @@ class ReplicaChecksums:
             self._sum(some, False, partial(self._unchanged, step, len(left), len(stale), names))
 
     def _hooks_lost(self, step: int) -> None:
-        """Record how many of some parameters have lost DDP's hooks."""
         names, n = lost([*self.ledger.models.values()])
         if names:
             self.samples.write(SampleKind.HOOKS_LOST, step, len(names), n, names[0])

@@ -102,13 +102,8 @@ def batches(accounting: StepAccounting, iterable: Iterable[Any], length: int | N
             e.__traceback__ = e.__traceback__.tb_next  # type: ignore[union-attr]
             raise
         if not here:  # prefetched by a thread: count its batches, not its waits
-            _count(accounting, iterator, batch)
+            guarded(accounting.loaders.gives)(iterator, batch)
         yield batch
-
-
-@guarded
-def _count(accounting: StepAccounting, iterator: Iterator[Any], batch: Any) -> None:
-    accounting.loaders.gives(iterator, batch)
 
 
 def _forward_begins(accounting: StepAccounting) -> Callable[[Any, tuple[Any, ...]], int]:
@@ -175,7 +170,6 @@ def _forward_ends(accounting: StepAccounting) -> Callable[[Any, int], None]:
 
 
 def ddp_forward(accounting: StepAccounting, original: Method) -> Method:
-    """Return the hook of `DistributedDataParallel.forward`."""
     models = accounting.ledger.models
     accounting.ledger.cuda = _CUDA
     begins, ends = _forward_begins(accounting), _forward_ends(accounting)
@@ -316,7 +310,6 @@ def _backward_ends(accounting: StepAccounting) -> Callable[[int], None]:
 
 
 def autograd_backward(accounting: StepAccounting, original: Method) -> Method:
-    """Return the hook of `torch.autograd.backward`."""
     begins, ends = _backward_begins(accounting), _backward_ends(accounting)
 
     def failed(began: int, error: BaseException) -> None:

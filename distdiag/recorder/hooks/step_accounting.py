@@ -67,8 +67,6 @@ class Checks:
 
 
 class StepAccounting:
-    """Step accounting of the main thread."""
-
     def __init__(self, recorder: state.Recorder, collectives: Collectives) -> None:
         self.recorder, self.header, self.page, self.collectives = recorder, recorder.header, recorder.page, collectives
         self.words, self.ledger = recorder.page.words, collectives.ledger

@@ -95,12 +95,8 @@ class UnusedParameters:
     @guarded
     def forward_failed(self, m: Model, error: BaseException, site: int) -> None:
         """Record the parameters that DDP's error lists. The message has their indices, the module their names."""
-        found = _INDICES.search(str(error))
-        named = m.trained()
-        without: Named = []
-        if found:
-            indices = [int(i) for i in found.group(1).split()]
-            without = [named[i] for i in indices if i < len(named)]
+        found, named = _INDICES.search(str(error)), m.trained()
+        without = [named[i] for i in map(int, found[1].split()) if i < len(named)] if found else []
         m.slot.unused_site = site
         m.unused_texts.clear()  # already reported
         if without:

@@ -78,7 +78,6 @@ def _wrap_subclass(collectives: Collectives, cls: Any) -> None:
 
 
 def _wrap(collectives: Collectives, method: str, original: Any) -> Any:
-    """Return `original`, a method of `ProcessGroup`, with its call recorded."""
     failed = collectives.failed
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

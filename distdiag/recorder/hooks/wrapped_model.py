@@ -91,8 +91,6 @@ _parted: list[Any] = []
 
 
 class Model(ModelWords):
-    """One DDP-wrapped module in this process."""
-
     def __init__(self, ddp: Any, slot: ModelSlot, recorder: state.Recorder) -> None:
         super().__init__()
         page = recorder.page

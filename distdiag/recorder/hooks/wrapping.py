@@ -36,12 +36,9 @@ _OURS = ("distdiag.recorder", "distdiag.page", "distdiag.terms")
 def wraps(
     original: Callable[..., Any], traced: Callable[..., Any] | None = None, file: str = UNCOUNTED
 ) -> Callable[[F], F]:
-    """Decorator for a Python function that calls and replaces `original`; `torch.compile` traces `traced` instead.
+    """Decorator for a Python function that calls and replaces `original`; `torch.compile` traces `traced` instead, or `original`.
 
-    Args:
-        original: The wrapped function, which provides name and docstring.
-        traced: The function that compiled code runs in place of the wrapper; `original` if None.
-        file: File name of the wrapper's frame. `UNCOUNTED` keeps the place of warnings that are issued below the wrapper.
+    The file name of the wrapper's frame, `UNCOUNTED`, keeps the place of warnings that are issued below it.
     """
 
     def decorate(wrapper: F) -> F:
@@ -86,7 +83,6 @@ def around(
     """Return `original` with a call before it and one after it, whether it returns or raises; not for what runs several times a step.
 
     Args:
-        original: A function or method.
         begins: Called with the arguments; may not raise (`guarded`).
         ends: Called with (what `begins` returned; without `begins` the arguments, the result, the exception or None); may not
             raise, either.

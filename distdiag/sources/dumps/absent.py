@@ -103,10 +103,8 @@ def unreadable(findings: Findings, given: Iterable[str | Path]) -> list[Finding]
 
 def _whole_nodes(missing: tuple[int, ...], world_size: int) -> bool:
     """True if the ranks without a dump are whole nodes of at least four ranks: their files were not collected, most likely."""
-    return any(
-        world_size % size == 0 and len({r // size for r in missing}) * size == len(missing)
-        for size in range(len(missing), 3, -1)
-    )
+    sizes = [size for size in range(len(missing), 3, -1) if world_size % size == 0]
+    return any(len({r // size for r in missing}) * size == len(missing) for size in sizes)
 
 
 LEFT_NONE = "{ranks} left no dump: dead, stuck outside torch, or it was not collected"

@@ -8,16 +8,18 @@ paths end outside a conflict or a cycle: their host stopped issuing, or their de
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from distdiag.diagnosis.model.snapshot import Call, Life, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Life, Site, Snapshot
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import components
 from distdiag.diagnosis.waits.wait import Wait, other_end_of
 from distdiag.terms.operations import synchronizes
 
 Crossed = tuple[tuple[Wait, frozenset[int]], ...]
+Paths = Mapping[int, Mapping[tuple[str, int], tuple[Site, ...]]]
 
 
 @dataclass
@@ -79,6 +81,8 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
     victims = set(waiting) - culprits
     alone = main is not None and _alone(snapshot, main, culprits, victims)
     awaited_silently = (w for w in graph.waits if links[id(w)].unclear & silent)
+    crossing = frozenset().union(*(ranks for _, ranks in ends.crossed))  # and when each had issued both operations
+    crossed = {q: max((t for w, _ in ends.crossed for t in _issued_s(w, (q,))), default=None) for q in crossing}
     return Blame(
         culprits=tuple(sorted(victims if alone else culprits)),
         alone=alone,
@@ -89,7 +93,7 @@ def judge(snapshot: Snapshot, graph: WaitGraph, stale: tuple[int, ...] = ()) -> 
         idle=tuple(sorted(q for q in culprits if q not in graph.of_rank)),
         device=tuple(sorted(culprits & device_stopped)),
         behind=tuple(sorted(culprits & awaited - frozenset().union(*(w.missing for w in graph.waits)))),
-        waited_for_since_s={**_crossed_since(ends.crossed), **lagging, **_since(links.values(), culprits)},
+        waited_for_since_s={**crossed, **lagging, **_since(links.values(), culprits)},
         in_flight=tuple(ends.in_flight) if not culprits and not silent and not ends.circle else (),
         crossed=ends.crossed,
         circle=tuple(w for w in graph.waits if any(r in ends.circle and c.started for r, c in w.calls.items())),
@@ -116,16 +120,14 @@ def _link(snapshot: Snapshot, w: Wait, dumped: set[int], stale: Collection[int])
         arrived, met = False, not not_begun
     else:
         members, call = snapshot.groups[w.group].ranks, next(iter(w.calls.values()), None)
-        also = frozenset(
-            q for q in members if states[q].completed.get(w.group, 0) < w.seq <= states[q].enqueued.get(w.group, 0)
-        )
+        completed = {q: states[q].completed.get(w.group, 0) for q in members}
+        also = frozenset(q for q in members if completed[q] < w.seq <= states[q].enqueued.get(w.group, 0))
         begun = {q: c.started for q, c in w.calls.items() if q in also and c.started is not None}
         known = len(begun) == len(also) and any(begun.values())
         met = len(also) == len(members) > 1 and len(begun) == len(also) and all(begun.values())
         not_begun = frozenset(q for q, b in begun.items() if not b) if known else frozenset()
         # a member has completed it, which proves that all had issued it
-        arrived = call is not None and synchronizes(call.op)
-        arrived = arrived and any(states[q].completed.get(w.group, 0) >= w.seq for q in members)
+        arrived = call is not None and synchronizes(call.op) and max(completed.values(), default=0) >= w.seq
     if not w.missing:
         return _Link(w, not_begun, frozenset(), also, met)
     if arrived:
@@ -230,8 +232,8 @@ def _crossed(links: list[_Link]) -> Crossed:
             v, w = a.wait, b.wait
             if v.group == w.group:
                 continue
-            first_v = frozenset(q for q in a.also & b.also if _came_first(v, w, q))
-            first_w = frozenset(q for q in a.also & b.also if _came_first(w, v, q))
+            both = a.also & b.also
+            first_v, first_w = (frozenset(q for q in both if _came_first(*pair, q)) for pair in ((v, w), (w, v)))
             if first_v and first_w:
                 few, many = sorted(((v, first_v), (w, first_w)), key=lambda x: len(x[1]))
                 return few, many
@@ -246,12 +248,6 @@ def _came_first(v: Wait, w: Wait, rank: int) -> bool:
     if a.started is not None and b.started is not None:
         return a.started and not b.started
     return a.entered_s is not None and b.entered_s is not None and a.entered_s < b.entered_s
-
-
-def _crossed_since(crossed: Crossed) -> dict[int, float | None]:
-    """Return when the ranks with opposite orders had issued both operations."""
-    both = frozenset().union(*(ranks for _, ranks in crossed))
-    return {q: max((t for w, _ in crossed for t in _issued_s(w, (q,))), default=None) for q in both}
 
 
 def _since(links: Iterable[_Link], culprits: set[int]) -> dict[int, float | None]:
@@ -286,11 +282,8 @@ def _lagging(snapshot: Snapshot, graph: WaitGraph, explained: set[int]) -> dict[
     out: dict[int, float | None] = {}
     states = snapshot.ranks
     for key, group in snapshot.groups.items():
-        here = [
-            q for q in group.ranks
-            if q in graph.of_rank and q not in explained
-            and states[q].completed.get(key, 0) < states[q].enqueued.get(key, 0)
-        ]  # fmt: skip
+        waiting = [q for q in group.ranks if q in graph.of_rank and q not in explained]
+        here = [q for q in waiting if states[q].completed.get(key, 0) < states[q].enqueued.get(key, 0)]
         if len(here) < 3:
             continue
         front = max(states[q].enqueued[key] for q in here)
@@ -303,7 +296,9 @@ def _lagging(snapshot: Snapshot, graph: WaitGraph, explained: set[int]) -> dict[
         usual = [_kinds(snapshot, graph, q) for q in ahead]
         for q in behind:
             mine = _kinds(snapshot, graph, q)
-            if all(mine <= theirs for theirs in usual) and _never_ahead(states, q, ahead):
+            own = states[q].enqueued.items()
+            never_ahead = all(n <= states[o].enqueued.get(g, n) for g, n in own for o in ahead)
+            if never_ahead and all(mine <= theirs for theirs in usual):
                 next_one = states[q].enqueued[key] + 1
                 times = [c.entered_s for o in ahead for c in states[o].calls if c.group == key and c.seq == next_one]
                 out[q] = min((t for t in times if t is not None), default=None)
@@ -315,27 +310,18 @@ def _kinds(snapshot: Snapshot, graph: WaitGraph, rank: int) -> set[tuple[str, st
     return {(snapshot.groups[w.group].description, w.key[2] if w.p2p else "") for w in graph.of_rank[rank]}
 
 
-def _never_ahead(states: dict[int, RankState], rank: int, others: list[int]) -> bool:
-    return all(
-        n <= states[o].enqueued[g] for g, n in states[rank].enqueued.items() for o in others if g in states[o].enqueued
-    )
-
-
 def _main(oldest: dict[int, Wait], links: Links, culprits: set[int]) -> Wait | None:
     """Return the oldest wait of most ranks, of those with a culprit missing; if it is of no rank, that with most ranks.
 
     One that a culprit has not issued comes before those that are queued on it.
     """
-    votes: dict[int, int] = {}
     known = [w for w in oldest.values() if w.calls]
     direct = [w for w in known if links[id(w)].lacking & culprits]
     later = [link.wait for link in links.values() if link.lacking & culprits for _ in link.wait.calls]
-    for w in direct or later or known:
-        votes[id(w)] = votes.get(id(w), 0) + 1
+    votes = Counter(id(w) for w in direct or later or known)
     unissued = [v for v in votes if links[v].wait.missing & culprits]
-    return max(
-        (links[v].wait for v in unissued or votes), key=lambda w: (votes[id(w)], not w.p2p, -w.seq), default=None
-    )
+    waits = (links[v].wait for v in unissued or votes)
+    return max(waits, key=lambda w: (votes[id(w)], not w.p2p, -w.seq), default=None)
 
 
 def _alone(snapshot: Snapshot, main: Wait, culprits: set[int], victims: set[int]) -> bool:
@@ -345,6 +331,34 @@ def _alone(snapshot: Snapshot, main: Wait, culprits: set[int], victims: set[int]
     if victims != set(main.ranks) or culprits | victims != set(snapshot.groups[main.group].ranks):
         return False
     states = [snapshot.ranks[q] for q in culprits]
-    return len({s.enqueued.get(main.group, 0) for s in states}) == 1 and all(
-        s.enqueued == s.completed and not any(c.completed_s is None for c in s.calls) for s in states
-    )
+    idle = all(s.enqueued == s.completed and not any(c.completed_s is None for c in s.calls) for s in states)
+    return idle and len({s.enqueued.get(main.group, 0) for s in states}) == 1
+
+
+def one_more(
+    paths: Paths, ahead: Collection[int], behind: Collection[int], wait: Wait
+) -> tuple[int, Site, Site] | None:
+    """Return the number of the call that only the ranks ahead made, and the outermost frames in which it and the others' call differ.
+
+    Until then all made their calls by the same paths. From there on each call of the ranks ahead has the path of the others' call
+    before it.
+    """
+    mine, theirs = _common(paths, ahead, wait.group), _common(paths, behind, wait.group)
+    numbers = [n for n in sorted(mine.keys() & theirs.keys()) if n < wait.seq]
+    first = next((n for n in numbers if mine[n] != theirs[n]), None)
+    if first is None or first == numbers[0] or not all((mine[first], theirs[first])):
+        return None
+    if any(mine.get(n + 1) != theirs.get(n) for n in range(first, wait.seq)):
+        return None
+    # a line that is new to all, or one that those behind have left out: not the line of a role
+    known, times = mine[first] in theirs.values(), list(mine.values()).count(mine[first])
+    if known is (len(ahead) < len(behind)) or (times > 1 and not known):
+        return None
+    pairs = zip(mine[first], theirs[first], strict=False)
+    return next(((first, a, b) for a, b in pairs if a != b), None)
+
+
+def _common(paths: Paths, ranks: Collection[int], group: str) -> dict[int, tuple[Site, ...]]:
+    """Return the path of each collective of a group that is the same on all of these ranks."""
+    first, *others = (paths.get(q, {}) for q in ranks)
+    return {n: path for (g, n), path in first.items() if g == group and all(x.get((g, n)) == path for x in others)}

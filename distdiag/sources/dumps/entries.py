@@ -177,6 +177,12 @@ def user_site(frames: Any, helpers: Collection[Site] = ()) -> Site | None:
     return caller or second
 
 
+def of_thread(frames: Any) -> bool:
+    """True for the stack of a thread that Python started: not the main one, nor one of autograd."""
+    outermost = frames[-1] if isinstance(frames, list) and frames else None
+    return isinstance(outermost, dict) and short_text(outermost.get("filename")).endswith("/threading.py")
+
+
 def helpers_of(stacks: Iterable[Any]) -> frozenset[Site]:
     """Return the user's lines through which several lines make their calls, among the innermost of these stacks."""
     callers: dict[Site, Site] = {}

@@ -9,14 +9,14 @@ from typing import Any
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Severity, Where, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Site, Snapshot
 from distdiag.diagnosis.text.cycle import NEW_GROUP_ADVICE
 from distdiag.diagnosis.text.incident import collective_ref, collective_text, group_label
 from distdiag.diagnosis.text.phrases import NO_PROGRESS, at, where_at
 from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait, call_at
-from distdiag.sources.dumps.culprits import Blame
+from distdiag.sources.dumps.culprits import Blame, one_more
 from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.running import APART_S, MOVING_S
@@ -82,9 +82,8 @@ class Findings:
         culprits, main = self.blame.culprits, self.blame.main
         given_up = main is not None and self._timed_out(main)
         limit_s = self.loaded.timeouts_s.get(main.group) if main is not None and given_up else None
-        often = ""
-        if working.per_s is not None:
-            often = f" (about {working.per_s:,.0f} {compatible.op_name(working.call.op)} a second)"
+        rate, name = working.per_s, compatible.op_name(working.call.op)
+        often = f" (about {rate:,.0f} {name} a second)" if rate is not None else ""
         apart = working.site or working.call.site
         return (WORKING_LATE if given_up else WORKING)(
             culprits=culprits, victims=sorted(set(self.blame.victims)), collective=self.ref(main),
@@ -101,7 +100,10 @@ class Findings:
         unmade = self._half_made()
         facts: dict[str, Any] = {"what": what}
         cause = None
-        if blame.alone:
+        if (more := self.one_more()) is not None:
+            template = MORE if blame.alone else LESS
+            facts |= {"number": more[0], "site": more[1], "other": more[2]}
+        elif blame.alone:
             template = EXTRA
         elif unmade:
             template, culprits = UNMADE, self.loaded.without_group[unmade]
@@ -116,20 +118,13 @@ class Findings:
             template = CROSSED
             calls = [f"{rank_list(ranks)} issued {self.text(w)}" for w, ranks in blame.crossed]
             facts["calls"] = " first, and ".join(calls)
-            lines = {
-                site.key: site
-                for w, ranks in blame.crossed
-                for r in ranks
-                if r in w.calls and (site := w.calls[r].site)
-            }
+            made = (w.calls[r].site for w, ranks in blame.crossed for r in ranks if r in w.calls)
+            lines = {site.key: site for site in made if site}
             facts["sites"] = ":" * bool(lines) + " and".join(map(at, lines.values()))
         elif (passed := self._passed()) is not None:
             template = PASSED
-            facts |= {
-                "own": self.call_text(passed[0]),
-                "later": passed[1],
-                "site": blame.main and next((c.site for c in blame.main.calls.values() if c.site), None),
-            }
+            site = blame.main and next((c.site for c in blame.main.calls.values() if c.site), None)
+            facts |= {"own": self.call_text(passed[0]), "later": passed[1], "site": site}
         else:
             template = STALL
             facts |= self._stall_facts(what)
@@ -138,16 +133,13 @@ class Findings:
             here, elsewhere, theirs = self._due()
             if blame.main is not None and not blame.main.p2p:  # all that were, not only those that others wait for
                 here = sorted(blame.main.missing.intersection(self.loaded.files))
-            way = "{here} {here:was|were} on {here:its|their} way to {what}" + ", {elsewhere} to {theirs}" * bool(
-                elsewhere
-            )
-            facts["on_way"] = filled(
-                way if here else "{what} was in flight", here=here, elsewhere=elsewhere, what=what, theirs=theirs
-            )
+            way = "{here} {here:was|were} on {here:its|their} way to {what}" if here else "{what} was in flight"
+            way += ", {elsewhere} to {theirs}" if here and elsewhere else ""
+            facts["on_way"] = filled(way, here=here, elsewhere=elsewhere, what=what, theirs=theirs)
         return template(
             cause=cause, culprits=culprits, victims=sorted({*blame.victims, *blame.culprits} - set(culprits)),
             collective=self.ref(blame.main),
-            where=self.where(culprits or blame.victims),  # without a culprit, the site of each victim
+            where=(where_at(q, more[1]) for q in culprits) if more and blame.alone else self.where(culprits or blame.victims),  # without a culprit, the site of each victim
             waiting=self.where(blame.victims), evidence=self.evidence(culprits), **facts,
         )  # fmt: skip
 
@@ -164,7 +156,7 @@ class Findings:
     def _due(self) -> tuple[list[int], list[int], str]:
         """Return the culprits that lack what `_awaited` names, the others, and what these lack."""
         culprits, main = self.blame.culprits, self.blame.main
-        if main is None:
+        if main is None or self.blame.alone:
             return list(culprits), [], ""
         members = {*main.missing, *self.blame.behind}.intersection(self.snapshot.groups[main.group].ranks)
         later = members != set(culprits) <= set(self.snapshot.groups[main.group].ranks)
@@ -254,6 +246,16 @@ class Findings:
     def call_text(self, call: Call) -> str:
         return collective_text(self.snapshot, Wait((call.group, call.seq)), call)
 
+    def one_more(self) -> tuple[int, Site, Site] | None:
+        """Return `culprits.one_more`: the call that one side made more often than the other, if their paths show it."""
+        blame, main = self.blame, self.blame.main
+        if main is None or main.p2p or not blame.culprits or not main.missing.isdisjoint(main.calls):
+            return None
+        behind = sorted(main.missing)
+        if behind != sorted(blame.victims if blame.alone else blame.culprits):
+            return None
+        return one_more(self.loaded.paths, sorted(main.calls), behind, main)
+
     def _passed(self) -> tuple[Call, list[int]] | None:
         """Return the collective in which the culprits wait, and who issued it after the one that the culprits lack.
 
@@ -266,14 +268,11 @@ class Findings:
             return None
         if first.group == main.group or any(c is None or (c.group, c.seq) != (first.group, first.seq) for c in own):
             return None
-        both = [
-            (q, call.entered_s, later.entered_s)
-            for q, call in main.calls.items()
-            if (later := call_at(states[q], first.group, first.seq)) is not None
-        ]
-        if not both or any(a is None or b is None or a >= b for _, a, b in both):
+        later = {q: call_at(states[q], first.group, first.seq) for q in main.calls}
+        both = {q: (main.calls[q].entered_s, call.entered_s) for q, call in later.items() if call is not None}
+        if not both or any(a is None or b is None or a >= b for a, b in both.values()):
             return None
-        return first, sorted(q for q, *_ in both)
+        return first, sorted(both)
 
     def _half_made(self) -> str:
         """Return the group for which the stopped ranks may all wait, as a member never created it; else an empty text.
@@ -370,6 +369,14 @@ EXTRA = _missing_rank(
     "{culprits} {culprits:is|are} in {what}, which none of the other {victims:#} ranks has entered; they have nothing in "
     "flight", NO_PROGRESS, "take the call{site} out of what only {culprits} {culprits:reaches|reach} (`if rank == 0`, an `except`, "
     "a retry, an extra batch), or let all ranks make it")  # fmt: skip
+MORE = _missing_rank(
+    "{culprits} {culprits:is|are} in {what}, which none of the other {victims:#} ranks has entered: #{number:,} of {culprits} was the "
+    "call{site}, which the others have not made; theirs was{other}", NO_PROGRESS,
+    "let all ranks make the call{site}, or none: see what leads only {culprits} there (`if rank == 0`, an `except`, a retry, an extra batch)")  # fmt: skip
+LESS = _missing_rank(
+    "{culprits} {culprits:has|have} not entered {what}: #{number:,} of {culprits} was the call{other}, and that of the others{site}, which "
+    "{culprits} left out", NO_PROGRESS, "look for a condition, a break or an early return that leads {culprits} past the call{site}: "
+    "every member must make it equally often")  # fmt: skip
 UNMADE = _missing_rank(
     "{culprits} never created group {group}, which {made_by} {made_by:has|have} created and not used yet; "
     "{made_by:it has|they have} not entered {what}, where the others wait", NO_PROGRESS, NEW_GROUP_ADVICE)  # fmt: skip
@@ -395,8 +402,8 @@ IN_FLIGHT = _stall("{what} was in flight {lacking}: a running job, or {other}a l
     _AGAIN + ", {network}", severity=Severity.INFO)  # fmt: skip
 # instead of the sentences of a stall or deadlock, if the job was running
 RUNNING: dict[str, Any] = {
-    "message": "{on_way} when the dumps were taken: a running job",
-    "cost": "none known: the job was running when the dumps were taken",
+    "message": "{on_way} when the dumps were taken, and the calls were recent, as in a running job",
+    "cost": "none known",
     "advice": _AGAIN + ", it hangs",
     "severity": Severity.INFO,
 }

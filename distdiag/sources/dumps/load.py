@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from distdiag.diagnosis.model.findings import rank_list
@@ -57,7 +57,11 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
     report.files = {r: tuple(str(f.path) for f in files) for r, files in chosen.items()}
     snapshot = SnapshotBuilder(chosen, report).snapshot()
     known = [f for files in chosen.values() for f in files]
-    failed = {_rank_of_bad(Path(path), known) for path, _ in report.bad}
+    failed = set()
+    for bad_path in (Path(path) for path, _ in report.bad):  # whose they are shows in the names of the other files
+        probe = DumpFile(bad_path)
+        name_ranks([probe, *(DumpFile(f.path, groups=f.groups) for f in known if f.path.parent == bad_path.parent)])
+        failed.add(probe.rank)
     absent = [r for r, st in snapshot.ranks.items() if st.life == Life.MISSING]
     report.unreadable = tuple(r for r in absent if r in failed)
     report.missing = tuple(r for r in absent if r not in failed)
@@ -66,25 +70,15 @@ def _load(paths: list[Path], announce: Announce, refused: Mapping[str, str] | No
     return snapshot, report
 
 
-def _rank_of_bad(path: Path, known: Sequence[DumpFile]) -> int | None:
-    """Return the rank of a damaged file, from the names of the other files."""
-    probe = DumpFile(path)
-    siblings = [DumpFile(f.path, groups=f.groups) for f in known if f.path.parent == path.parent]
-    name_ranks([probe, *siblings])
-    return probe.rank
-
-
 def _drop_earlier_runs(by_rank: dict[int, list[DumpFile]], age: dict[Path, int], notes: list[str]) -> None:
     """Remove folders of an earlier attempt: that run was over when the one in newer dumps of the same ranks began.
 
     A rank with a dump only in the older folder has no dump of this run.
     """
     began: dict[Path, int] = {}
-    for files in by_rank.values():
-        for f in files:
-            t = f.entries[0].created_ns if f.entries else None
-            if t is not None:
-                began[f.path.parent] = min(began.get(f.path.parent, t), t)
+    for f in (f for files in by_rank.values() for f in files if f.entries):
+        if (t := f.entries[0].created_ns) is not None:
+            began[f.path.parent] = min(began.get(f.path.parent, t), t)
     folders = {r: {f.path.parent for f in files} for r, files in by_rank.items()}
     over = {d for of_rank in folders.values() for d in of_rank if any(began.get(e, 0) > age[d] > 0 for e in of_rank)}
     only_there = [r for r, of_rank in folders.items() if of_rank <= over]

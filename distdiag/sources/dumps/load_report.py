@@ -35,5 +35,7 @@ class LoadReport:
     )  # groups with batches: their messages run together, in one queue with collectives
     late: LateRanks | None = None
     newest: dict[int, Call] = field(default_factory=dict)  # each rank's newest call
+    # the user's frames of each rank's newest collectives, by group and number, outermost first
+    paths: dict[int, dict[tuple[str, int], tuple[Site, ...]]] = field(default_factory=dict)
     stacks: dict[int, tuple[Site, ...]] = field(default_factory=dict)  # the user's frames of that call, outermost first
     rates: dict[int, float] = field(default_factory=dict)  # how often a rank made the newest of its calls, per second

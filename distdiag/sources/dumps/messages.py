@@ -78,7 +78,9 @@ def match(
                 call = replace(source.call(e, t0_ns), op=direction, seq=None, peer=peer, nth=number)
                 (before if done else calls)[rank].append(call)
                 if not done:
-                    blocking[rank] = blocking.get(rank, True) and _blocking(e)
+                    innermost = e.frames[0] if isinstance(e.frames, list) and e.frames else None
+                    in_turn = isinstance(innermost, dict) and innermost.get("name") in ("send", "recv")
+                    blocking[rank] = blocking.get(rank, True) and in_turn  # else `isend`, or a batch
                     if seq in passed.get((rank, peer, direction), ()):
                         unmet.setdefault(rank, []).append(call)
             counts[rank][f"{direction}:{peer}:0:{key}"] = number
@@ -104,15 +106,15 @@ def _unequal(sends: list[End], recvs: list[End], numbered: bool, whole: bool) ->
     if numbered:
         common = {seq for seq, *_ in sends} & {seq for seq, *_ in recvs}
         sends, recvs = ([end for end in ends if end[0] in common] for ends in (sends, recvs))
-    newest_sent, newest_received = (
-        max((i for i, (_, done, *_) in enumerate(ends) if done), default=-1) for ends in (sends, recvs)
-    )
+    done_ends = ([i for i, (_, done, *_) in enumerate(ends) if done] for ends in (sends, recvs))
+    newest_sent, newest_received = (max(done, default=-1) for done in done_ends)
     shifts = range(newest_received + 1 - len(sends), len(recvs) - newest_sent)
     if numbered or whole:
         shifts = range(1 if not numbered or len(sends) == len(recvs) else 0)
     if len(shifts) > SHIFTS:
         return None
-    sent, received = ([_elements(e) for _, _, e, _ in ends] for ends in (sends, recvs))
+    shapes = ([e.tensor()[0] for _, _, e, _ in ends] for ends in (sends, recvs))
+    sent, received = ([None if shape is None else math.prod(shape) for shape in of_end] for of_end in shapes)
     found: set[tuple[int, int]] = set()
     for shift in shifts:
         pairs = [(i, i + shift) for i in range(len(sends)) if 0 <= i + shift < len(recvs)]
@@ -131,31 +133,18 @@ def _unequal(sends: list[End], recvs: list[End], numbered: bool, whole: bool) ->
     return None if not (numbered or whole) and sent[i] in before else (sends[i], recvs[k])
 
 
-def _elements(e: Entry) -> int | None:
-    shape = e.tensor()[0]
-    return None if shape is None else math.prod(shape)
-
-
-def _blocking(e: Entry) -> bool:
-    """True for `send` and `recv`, which run on the device one after another; False for `isend` and batches."""
-    innermost = e.frames[0] if isinstance(e.frames, list) and e.frames else None
-    return isinstance(innermost, dict) and innermost.get("name") in ("send", "recv")
-
-
 def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
     """Return numbers of messages that the other end has skipped: it issued later ones. Empty if the ends mostly disagree."""
-    newest: dict[int, int] = {}
-    oldest: dict[int, int] = {}
+    of_rank: dict[int, list[int]] = {}
     for (rank, _, _), es in by_pair.items():
-        newest[rank] = max(newest.get(rank, 0), es[-1][0])
-        oldest[rank] = min(oldest.get(rank, es[0][0]), es[0][0])
+        of_rank.setdefault(rank, []).extend((es[0][0], es[-1][0]))
     out: dict[tuple[int, int, str], set[int]] = {}
     matched = 0
     for (rank, peer, direction), es in by_pair.items():
-        if peer not in newest:
+        if peer not in of_rank:
             continue
         theirs = {s for s, *_ in by_pair.get((peer, rank, OPPOSITE[direction]), ())}
-        seen = {s for s, *_ in es if oldest[peer] <= s < newest[peer]}
+        seen = {s for s, *_ in es if min(of_rank[peer]) <= s < max(of_rank[peer])}
         matched += len(seen & theirs)
         if alone := seen - theirs:
             out[rank, peer, direction] = alone

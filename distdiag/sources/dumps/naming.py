@@ -28,17 +28,14 @@ def name_ranks(files: Sequence[DumpFile]) -> None:
             by_folder.setdefault(f.path.parent, []).append(f)
     for neighbours in by_folder.values():
         _by_position(neighbours, [_stem(f.path) for f in neighbours])
-    for f in files:
+    for f in (f for f in files if f.rank is None):
         members = [set(ranks) for _, ranks in f.groups.values() if ranks]
-        if f.rank is None and members:
-            common = set.intersection(*members)
-            if len(common) == 1:  # the recorder lists only the groups that the rank is in
-                f.rank = common.pop()
-    for f in files:
-        if f.rank is None:
-            ranks = [found[-1] for part in reversed(f.path.parts[:-1]) if (found := _RANK.findall(part))]
-            if ranks and _plausible(f, int(ranks[0])):
-                f.rank = int(ranks[0])
+        common = set.intersection(*members) if members else set[int]()
+        ranks = [found[-1] for part in reversed(f.path.parts[:-1]) if (found := _RANK.findall(part))]
+        if len(common) == 1:  # the recorder lists only the groups that the rank is in
+            f.rank = common.pop()
+        elif ranks and _plausible(f, int(ranks[0])):
+            f.rank = int(ranks[0])
     nowhere = [f for f in files if f.rank is None]
     folders = [os.path.dirname(os.path.abspath(f.path)) for f in nowhere]
     if len({f.path for f in nowhere}) > 1:
@@ -49,13 +46,11 @@ def name_ranks(files: Sequence[DumpFile]) -> None:
 def _by_position(files: list[DumpFile], names: list[str]) -> None:
     """Set ranks from the last number in the names that differs in all of them and is a member of the file's groups."""
     found = [numbers(name) for name in names]
-    for back in range(1, 1 + min(map(len, found), default=0)):
-        column = [n[-back] for n in found]
-        if len(set(column)) < len(column):
-            continue
-        if all(_plausible(f, r) for f, r in zip(files, column, strict=True)):
-            for f, r in zip(files, column, strict=True):
-                f.rank = r
+    for column in zip(*map(reversed, found), strict=False):
+        ranks = list(zip(files, column, strict=True))
+        if len(set(column)) == len(column) and all(_plausible(f, rank) for f, rank in ranks):
+            for f, rank in ranks:
+                f.rank = rank
             return
     for f, own in zip(files, found, strict=True):
         if own and _plausible(f, own[-1]):

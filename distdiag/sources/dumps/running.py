@@ -14,9 +14,25 @@ MOVING_S = 5.0  # shorter waits are not a hang if a rank had just made progress
 APART_S = 30.0  # files of one round of dumps are written within this time
 
 
-def was_running(loaded: LoadReport, blame: Blame) -> bool:
-    """True if the dumps are of a job that was making progress: a rank that is late in them had just not arrived yet."""
-    return _continued(loaded) or _moved(loaded, blame) or _just_begun(loaded, blame) or _asked_early(loaded, blame)
+def was_running(loaded: LoadReport, blame: Blame) -> bool | None:
+    """True if the dumps are of a job that was making progress: a rank that is late in them had just not arrived yet.
+
+    No rank had waited for long, or for much longer than the ranks waited for have paused before. None if only entries suggest that:
+    files as of a copy do not show when the dumps were taken, so it may have hung since.
+    """
+    longest = _longest_wait_s(loaded, blame)
+    usual = max((loaded.times[r].usual_gap_s for r in blame.waited_for_since_s), default=0.0)
+    if longest is not None and longest < max(_young_s(loaded), USUAL_FACTOR * usual):
+        return True
+    by_entries = _continued(loaded) or _moved(loaded, blame) or _asked_early(loaded, blame)
+    return by_entries and (_written_at_once(loaded) or None)
+
+
+def _written_at_once(loaded: LoadReport) -> bool:
+    """True if all files were written together, within seconds of the newest entry: no copies."""
+    written = [t.written_s for t in loaded.times.values() if t.written_s is not None]
+    newest = max((t.newest_s for t in loaded.times.values() if t.newest_s is not None), default=0.0)
+    return bool(written) and newest - APART_S < min(written) and max(written) - newest < APART_S
 
 
 def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
@@ -25,10 +41,8 @@ def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
     None if file times are not usable. They are usable if a file was written after its own newest entry, and the entries span
     some time; not if the clock differs. A copy's time is only later, which hides no wait.
     """
-    spans = [
-        t.newest_s - t.oldest_s for t in loaded.times.values() if t.newest_s is not None and t.oldest_s is not None
-    ]
-    if max(spans, default=0.0) <= REAL_TIME_S:
+    ends = [(t.oldest_s, t.newest_s) for t in loaded.times.values()]
+    if max((b - a for a, b in ends if a is not None and b is not None), default=0.0) <= REAL_TIME_S:
         return None
     waits: list[float] = []
     begun = _begun(loaded, blame)
@@ -46,15 +60,10 @@ def _longest_wait_s(loaded: LoadReport, blame: Blame) -> float | None:
 def _begun(loaded: LoadReport, blame: Blame) -> dict[int, float]:
     """Return since when each rank may have waited. Entries that its ring lost were issued earlier."""
     known = {r: c.entered_s for r, c in blame.oldest.items()}
-    begun = ((r, known.get(r) or loaded.times[r].oldest_s) for r in {*blame.victims, *known})
+    # all but the few that are ahead have nothing in flight
+    waiting = known if blame.alone else {*blame.victims, *known}
+    begun = ((r, known.get(r) or loaded.times[r].oldest_s) for r in waiting)
     return {r: t for r, t in begun if t is not None}
-
-
-def _just_begun(loaded: LoadReport, blame: Blame) -> bool:
-    """True if no rank had waited for long, or for much longer than the ranks waited for have paused before."""
-    longest = _longest_wait_s(loaded, blame)
-    usual = max((loaded.times[r].usual_gap_s for r in blame.waited_for_since_s), default=0.0)
-    return longest is not None and longest < max(_young_s(loaded), USUAL_FACTOR * usual)
 
 
 def _young_s(loaded: LoadReport) -> float:
@@ -63,11 +72,8 @@ def _young_s(loaded: LoadReport) -> float:
 
 def _asked_early(loaded: LoadReport, blame: Blame) -> bool:
     """True if entries show a dump of operations that were just begun, and files, as of a copy, show no later one."""
-    waits = [
-        (t.asked_s - since, (t.written_s or 0.0) - since)
-        for r, since in _begun(loaded, blame).items()
-        if r in loaded.times and (t := loaded.times[r]).asked_s is not None
-    ]
+    timed = [(loaded.times[r], since) for r, since in _begun(loaded, blame).items() if r in loaded.times]
+    waits = [(t.asked_s - since, (t.written_s or 0.0) - since) for t, since in timed if t.asked_s is not None]
     copied_s = max(loaded.timeouts_s.values(), default=0.0) + DUMPED_WITHIN_S
     return bool(waits) and not blame.silent and all(a < _young_s(loaded) and not 0 < w < copied_s for a, w in waits)
 

@@ -92,43 +92,26 @@ def _apart(a: tuple[Calls, int], b: tuple[Calls, int]) -> bool:
     return first.keys().isdisjoint(second) and bool(_beyond(first, second) or _beyond(second, first))
 
 
-def _newest(calls: Calls) -> dict[str, int]:
-    out: dict[str, int] = {}
-    for g, n in calls:
-        out[g] = max(out.get(g, 0), n)
-    return out
-
-
 def _beyond(done: Calls, issued: Calls) -> list[tuple[str, int]]:
     """Return what one rank has completed that the other, a member of its group, has not issued yet."""
-    newest = _newest(issued)
+    newest = dict(sorted(issued))  # of each group, the last number
     return [key for key, c in done.items() if c.meets and c.done and key[1] > newest.get(key[0], key[1])]
 
 
 def _least(done: Calls, issued: Calls, taken_ns: int) -> int | None:
     """Return by how much the clock of the rank that issued is ahead at least, as the other one completed these calls."""
-    both = (
-        issued[key].issued_ns - c.completed_ns
-        for key, c in done.items()
-        if c.meets and c.completed_ns and key in issued and issued[key].issued_ns
-    )
+    met = ((issued[key], c) for key, c in done.items() if c.meets and c.completed_ns and key in issued)
+    both = (theirs.issued_ns - c.completed_ns for theirs, c in met if theirs.issued_ns)
     later = (taken_ns - t for key in _beyond(done, issued) if (t := done[key].completed_ns))
     return max([*both, *later], default=None)
 
 
 def _calls(files: Collection[DumpFile]) -> Calls:
-    """Return a rank's collectives by group and number."""
-    return {
-        (e.group, e.seq): Call(
-            e.created_ns or 0,
-            (time_ns(e.time_discovered_completed_ns) or 0) if e.completed else 0,
-            e.completed,
-            synchronizes(e.profiling_name),
-        )
-        for f in files
-        for e in f.entries
-        if not e.is_p2p and not e.ends_batch
-    }
+    calls = {}
+    for e in (e for f in files for e in f.entries if not e.is_p2p and not e.ends_batch):
+        done_ns = (time_ns(e.time_discovered_completed_ns) or 0) if e.completed else 0
+        calls[e.group, e.seq] = Call(e.created_ns or 0, done_ns, e.completed, synchronizes(e.profiling_name))
+    return calls
 
 
 def _taken_ns(files: Collection[DumpFile]) -> int:

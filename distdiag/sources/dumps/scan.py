@@ -10,7 +10,7 @@ import msgspec
 from distdiag.diagnosis.model.snapshot import Call, Site
 from distdiag.diagnosis.waits import compatible
 from distdiag.sources.dumps.content import DumpFile
-from distdiag.sources.dumps.entries import Entry, by_hook, time_ns, user_site
+from distdiag.sources.dumps.entries import Entry, by_hook, of_thread, time_ns, user_site
 from distdiag.terms.untrusted import short_text
 
 _STATE = ("state", "retired", "time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
@@ -28,8 +28,6 @@ class Tail:
 
 @dataclass(slots=True)
 class Scan:
-    """The result of one pass over a file's entries."""
-
     file: DumpFile
     backend: str
     tails: dict[str, Tail] = field(default_factory=dict)  # by name of the group
@@ -39,6 +37,7 @@ class Scan:
     # by group of two ranks that is used for messages only: the newest completed number of the group's own counter
     pair_completed: dict[str, int] = field(default_factory=dict)
     timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): an entry without one has not begun
+    main: bool = False  # the main thread has made calls, too
     keys: dict[str, str] = field(default_factory=dict)  # by name of the group: its key in the snapshot; see `groups`
     assumed: Collection[str] = ()  # keys of groups whose members are not recorded
     helpers: frozenset[Site] = frozenset()  # the user's lines that make calls for several others, on any rank
@@ -77,6 +76,7 @@ class Scan:
             entered_s=(t - t0_ns) / 1e9 if t is not None else None,
             completed_s=(completed_ns - t0_ns) / 1e9 if e.completed else None,
             asynchronous=True,
+            other_thread=self.main and of_thread(e.frames),
             started=e.state in ("started", "completed") if self.timed else None,
             timed_out=bool(e.retired) and not e.completed and not e.retired_when_issued,
             # tensors of different sizes take another code path, which records the parts of a batch
@@ -118,7 +118,7 @@ def scan_file(f: DumpFile) -> Scan:
         number = short_text(e.pg_id)
         if e.group in pairs and not e.seq and number in f.status:
             out.pair_completed[e.group] = f.status[number][1]
-    out.timed = not gloo and any(
-        e.state == "started" or time_ns(e.time_discovered_started_ns) for e in f.entries[-200:]
-    )
+    out.main = not all(of_thread(e.frames) for e in f.entries)
+    newest = f.entries[-200:]
+    out.timed = not gloo and any(e.state == "started" or time_ns(e.time_discovered_started_ns) for e in newest)
     return out

@@ -43,16 +43,10 @@ class SnapshotBuilder(Groups):
         }
         self.positions = self._positions()  # rank -> group -> (newest issued, newest completed)
         self.t0_ns, report.times = times_of(chosen)
-        report.timeouts_s = {  # by the newest entries
-            scan.keys[e.group]: limit / 1e3
-            for scans in self.scans.values()
-            for scan in scans
-            for e in scan.file.entries
-            if (limit := time_ns(e.timeout_ms)) is not None
-        }
-        report.batched = frozenset(
-            scan.keys[name] for scans in self.scans.values() for scan in scans for name, _ in scan.batches
-        )
+        scans = [scan for of_rank in self.scans.values() for scan in of_rank]
+        limits = ((scan.keys[e.group], time_ns(e.timeout_ms)) for scan in scans for e in scan.file.entries)
+        report.timeouts_s = {key: limit / 1e3 for key, limit in limits if limit is not None}  # by the newest entries
+        report.batched = frozenset(scan.keys[name] for scan in scans for name, _ in scan.batches)
 
     def snapshot(self) -> Snapshot:
         uncounted = self._uncounted()
@@ -109,11 +103,9 @@ class SnapshotBuilder(Groups):
         with_messages = {g for ms in self.messages.values() for g, *_ in ms}
         out: dict[int, dict[str, tuple[int, int]]] = {}
         for rank, scans in self.scans.items():
-            mine = out[rank] = {
-                scan.keys[name]: (t.newest, t.newest if t.head is None else t.head - 1)
-                for scan in scans
-                for name, t in scan.tails.items()
-            }
+            tails = ((scan.keys[name], tail) for scan in scans for name, tail in scan.tails.items())
+            mine = {key: (t.newest, t.newest if t.head is None else t.head - 1) for key, t in tails}
+            out[rank] = mine
             for scan in scans:
                 for g, (issued, done) in _status(scan).items():
                     if g not in mine and g not in with_messages and issued > 0:
@@ -166,21 +158,19 @@ class SnapshotBuilder(Groups):
             done = here[ahead][1]
             behind = [q for q, (issued, _) in here.items() if issued < done]
             if behind:
-                least = min(here[q][0] for q in behind)
-                between = [
-                    seq
-                    for scan in self.scans[ahead]
-                    for _, seq, e in scan.collectives({key: least + 1})
-                    if seq <= done and synchronizes(e.profiling_name)
-                ]
-                stale |= {q for q in behind if any(s > here[q][0] for s in between)}
+                since = {key: min(here[q][0] for q in behind) + 1}
+                later = [(seq, e) for scan in self.scans[ahead] for _, seq, e in scan.collectives(since)]
+                newest = max((seq for seq, e in later if seq <= done and synchronizes(e.profiling_name)), default=0)
+                stale |= {q for q in behind if here[q][0] < newest}
         return tuple(sorted(stale))
 
     def _calls(self, rank: int, since: dict[str, int]) -> list[Call]:
         """Return the calls of collectives from these numbers on."""
         out: dict[tuple[str, int], Call] = {}
+        paths = self.report.paths[rank] = {}
         for scan in self.scans[rank]:
             for key, seq, e in scan.collectives(since):
+                paths[key, seq] = user_stack(e.frames)
                 call = scan.call(e, self.t0_ns)
                 out[key, seq] = replace(call, op="coalesced") if (key, seq) in out else call
         return list(out.values())

@@ -43,11 +43,7 @@ def missing(findings: Findings, graph: WaitGraph, source: Source) -> Finding | N
     nccl = findings.snapshot.groups[main.group].backend == "nccl"
     if omitted is None and not (mutual and nccl and blame.oldest.get(receiver) is awaited):
         return None
-    waits = (
-        f"rank {receiver} waits for it in its {op_at(awaited)}"
-        if omitted
-        else f"rank {receiver} waits in {_of(findings, awaited)}"
-    )
+    waits = f"rank {receiver} waits {f'for it in its {op_at(awaited)}' if omitted else f'in {_of(findings, awaited)}'}"
     if own is not None:
         waits += f", and rank {rank} in {_of(findings, own)}" + (": a cycle" if mutual else "")
     common: dict[str, Any] = {
@@ -96,10 +92,8 @@ def unmatched(findings: Findings) -> Finding | None:
         return None
     culprits = (most[0][0],) if len(most) == 1 or most[0][1] > most[1][1] else ()
     members = tuple(sorted(ends))
-    texts = [
-        f"rank {rank}'s {call.op} {'to' if call.op == 'send' else 'from'} rank {call.peer}{at(call.site)}"
-        for rank, call in sorted(calls, key=lambda x: x[0] not in culprits)[:3]
-    ]
+    shown = sorted(calls, key=lambda x: x[0] not in culprits)[:3]
+    texts = [f"rank {rank}'s {_of(findings, call)}" for rank, call in shown]
     sites = {rank: call.site for rank, call in reversed(calls)}
     return UNMATCHED(
         culprits=culprits,

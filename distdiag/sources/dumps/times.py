@@ -42,14 +42,17 @@ def times_of(chosen: dict[int, list[DumpFile]]) -> tuple[int, dict[int, Times]]:
 
     out = {}
     for rank, files in chosen.items():
-        newest = [[t for e in f.entries[-GAP_ENTRIES:] if (t := e.created_ns) is not None] for f in files]
-        gaps_ns = sorted(b - a for times in newest for a, b in itertools.pairwise(times))
+        newest = [f.entries[-GAP_ENTRIES:] for f in files]
+        issued_ns = ([t for e in entries if (t := e.created_ns) is not None] for entries in newest)
+        gaps_ns = sorted(b - a for times in issued_ns for a, b in itertools.pairwise(times))
+        begun = (e.time_discovered_started_ns for entries in newest for e in entries if e.state == "started")
+        begun_ns = [time_ns(t) or 0 for t in begun]
         out[rank] = Times(
             oldest_s=seconds(spans[rank][0]),
             newest_s=seconds(spans[rank][1]),
             written_s=seconds(max(f.modified_ns for f in files)) if spans[rank][0] else None,
             moved_s=seconds(max(map(_moved_ns, files))),
-            asked_s=seconds(max(map(_asked_ns, files))),
+            asked_s=seconds(max(begun_ns, default=0)),  # the recorder checks at the dump
             usual_gap_s=gaps_ns[-GAPS_SEEN] / 1e9 if len(gaps_ns) >= GAPS_SEEN else 0.0,
         )
     return t0_ns, out
@@ -77,9 +80,3 @@ def _moved_ns(f: DumpFile) -> int:
     newest = f.entries[-GAP_ENTRIES:]
     found = (e.time_discovered_completed_ns for e in newest if e.state == "completed" and not e.retired)
     return max((time_ns(t) or 0 for t in found), default=0)
-
-
-def _asked_ns(f: DumpFile) -> int:
-    """Return when a dump found operations in flight that the device had begun; 0 if none. The recorder checks at the dump."""
-    begun = (e.time_discovered_started_ns for e in f.entries[-GAP_ENTRIES:] if e.state == "started")
-    return max((time_ns(t) or 0 for t in begun), default=0)

@@ -37,8 +37,9 @@ __all__ = ["LoadReport", "NoDumps", "diagnose_dumps", "load"]
 
 
 def diagnose_dumps(
-    paths: str | Path | Iterable[str | Path], places: Mapping[int, Position] | None = None, source: Source = no_source
-) -> Report:
+    paths: str | Path | Iterable[str | Path], places: Mapping[int, Position] | None = None, source: Source = no_source,
+    stopped: bool = False,
+) -> Report:  # fmt: skip
     """Return a report from flight-recorder dumps of any cluster: who is missing, who is stuck, what could not be read.
 
     The dumps are read and judged in a child process with limits. A file that crashes the child is listed as unreadable, with the
@@ -47,6 +48,7 @@ def diagnose_dumps(
     Args:
         places: Where ranks of the running job are, by their stacks.
         source: Text of a source file by path, or None: conditions on the rank are read from it.
+        stopped: A log shows that calls of the job timed out.
 
     Raises:
         NoDumps: none of the files is a dump.
@@ -56,7 +58,7 @@ def diagnose_dumps(
 
     def work(announce: guard.Announce, refused: Mapping[str, str], only: str | None) -> Answer:
         try:
-            return _judge(given if only is None else [only], announce, refused, places or {}, source), [], []
+            return _judge(given if only is None else [only], announce, refused, places or {}, source, stopped), [], []
         except NoDumps as e:
             return None, e.report.bad, e.report.others
 
@@ -76,7 +78,7 @@ def diagnose_dumps(
 
 def _judge(
     given: list[str | Path], announce: guard.Announce, refused: Mapping[str, str], places: Mapping[int, Position],
-    source: Source,
+    source: Source, stopped: bool,
 ) -> Report:  # fmt: skip
     """Return the verdict, in this process; raise NoDumps if none of the files is a dump."""
     snapshot, loaded = load(given, announce, refused)
@@ -86,11 +88,13 @@ def _judge(
     graph = build(snapshot)
     proofs = [incident_finding(snapshot, verdict) for verdict in judge(snapshot, graph, source=source)]
     found = [f for f in proofs if f.certainty == Certainty.PROVED]
+    message = None  # holds however long the ranks have waited
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
     findings = Findings(snapshot, loaded, blame)
-    running = was_running(loaded, blame)
+    running = not stopped and was_running(loaded, blame)
     if not found:
-        message = None if running else stuck_messages.unmatched(findings) or stuck_messages.unequal(findings, graph)
+        message = None if running else stuck_messages.unmatched(findings)
+        message = message or stuck_messages.unequal(findings, graph)
         message = message or (None if running else findings.other_members(graph.stuck))
         if message is not None:
             found.append(message)
@@ -101,25 +105,27 @@ def _judge(
         elif not running and (message := stuck_messages.missing(findings, graph, source)) is not None:
             found.append(message)
         elif blame.culprits or blame.crossed or blame.circle:
-            found.append(findings.stall(running))
+            found.append(findings.stall(bool(running)))
+            message = found[-1] if findings.one_more() else None
         elif not running:
             found += proofs  # cycles: suspected only, and only if no rank is missing
-    found += absent.without_dump(findings, decided=any(f.severity == Severity.ERROR for f in found), running=running)
+    found += absent.without_dump(
+        findings, decided=any(f.severity == Severity.ERROR for f in found), running=bool(running)
+    )
     found += absent.unreadable(findings, given)
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
-        found.append(findings.in_flight(running))
+        found.append(findings.in_flight(bool(running)))
     notes = list(_notes(loaded, bool(graph.waits)))
-    if (
-        not running
-        and any(f.kind == kinds.STALL.name and f.severity == Severity.ERROR for f in found)
-        and not findings.waited()
-    ):
+    by_age = [f for f in found if f.severity == Severity.ERROR and f.certainty != Certainty.PROVED and f is not message]
+    if not (running or stopped or findings.waited()) and any(running is None or f.kind == "stall" for f in by_age):
         notes.append(_UNTIMED)
+    if running is None:
+        found = [replace(f, severity=Severity.WARNING, cost=_IF_RUNNING) if f in by_age else f for f in found]
     if not any(f.kind == kinds.MISMATCH.name for f in found):
         found += mismatch.completed(snapshot)
     return Report(
         run=", ".join(map(str, given)),
-        state=_state(found),
+        state=_state(found, running),
         world_size=snapshot.world_size,
         ranks_seen=len(loaded.files),
         findings=tuple(found),
@@ -154,20 +160,24 @@ class NoDumps(Exception):
         self.report = report
 
 
-def _state(found: list[Finding]) -> State:
+def _state(found: list[Finding], running: bool | None) -> State:
     worst = [f for f in found if f.severity == Severity.ERROR]
     if any(f.kind in ("deadlock", "mismatch", "group_misuse") and not f.collective_completed for f in worst):
         return State.DEADLOCKED
     if any(f.kind == "stall" for f in worst):
         return State.STALLED
-    return State.DEGRADED if any(f.kind in ("rank_lost", "timeout", "mismatch") for f in worst) else State.RUNNING
+    if any(f.kind in ("rank_lost", "timeout", "mismatch") for f in worst):
+        return State.DEGRADED
+    waits = any(f.kind in ("deadlock", "stall", "rank_lost") for f in found)
+    return State.WAITING if waits and not running else State.RUNNING  # whether it runs is not known
 
 
 _STALE = "the {stale:dump|dumps} of {stale} {stale:is|are} older than the rest: operations missing there may have been issued later"
 _NOTHING_OPEN = "every recorded operation has completed: if the job hangs, it hangs outside of communication; take the stacks (`py-spy dump`)"
+_IF_RUNNING = "none, if the job ran on"
 _UNTIMED = (
-    "the files do not show how long the ranks had waited (copies have later times): if the job ran on, it was only on its way; a second "
-    "set of dumps shows that"
+    "the files do not show how long the ranks had waited (copies have other times): if the job ran on, it was only on its way; a second "
+    "set of dumps, or a timeout in its log, shows that"
 )
 
 
@@ -185,7 +195,6 @@ def _notes(loaded: LoadReport, in_flight: bool) -> list[str]:
 
 def _late_first(late: LateRanks, blame: Blame) -> bool:
     """True if the late ranks are the cause, and not ranks that the dumps show to be missing."""
-    if set(blame.culprits) <= {*blame.behind, *late.late_s} and not blame.alone and not blame.silent:
-        return True
     since = [t for t in blame.waited_for_since_s.values() if t is not None]
-    return bool(since) and late.since_s < min(since)
+    others = set(blame.culprits).difference(blame.behind, late.late_s) or blame.alone or blame.silent
+    return not others or (bool(since) and late.since_s < min(since))

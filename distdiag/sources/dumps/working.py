@@ -51,9 +51,8 @@ def find(snapshot: Snapshot, loaded: LoadReport, blame: Blame) -> Working | None
     if waited_s < MOVING_S:
         return None
     waiting = next(iter(sorted(main.calls)))
-    return Working(
-        last, max(gaps), waited_s, loaded.rates.get(blame.culprits[0]), _apart(loaded, blame.culprits[0], waiting)
-    )
+    first = blame.culprits[0]
+    return Working(last, max(gaps), waited_s, loaded.rates.get(first), _apart(loaded, first, waiting))
 
 
 def _apart(loaded: LoadReport, rank: int, waiting: int) -> Site | None:

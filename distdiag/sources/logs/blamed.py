@@ -210,9 +210,8 @@ def of_ras(facts: Sequence[Fact]) -> dict[str, str]:
     behind, size, seq, most = ranks_behind(facts)
     where = [f"process {f.fields['pid']} on node {f.fields['host']}" for f in behind]
     ranks = rank_list([int(f.fields["member"]) for f in behind])
-    return {"behind": ranks, "size": f"{size:,}", "seq": f"{seq:,}", "most": f"{most:,}", "where": some(where)} | {
-        key: behind[0].fields[key] for key in ("pid", "host")
-    }
+    counts = {"size": f"{size:,}", "seq": f"{seq:,}", "most": f"{most:,}"}
+    return behind[0].fields | counts | {"behind": ranks, "where": some(where)}
 
 
 def of_ib(facts: Sequence[Fact]) -> dict[str, str]:
@@ -222,12 +221,8 @@ def of_ib(facts: Sequence[Fact]) -> dict[str, str]:
 
 
 def of_group(facts: Sequence[Fact]) -> dict[str, str]:
-    first = facts[0].fields
-    return {
-        "tag": first.get("tag", "connection"),
-        "group": first.get("group", "its group"),
-        "awaited": str(awaited_most(facts)),
-    }
+    first, awaited = facts[0].fields, str(awaited_most(facts))
+    return {"tag": first.get("tag", "connection"), "group": first.get("group", "its group"), "awaited": awaited}
 
 
 def of_library(facts: Sequence[Fact]) -> dict[str, str]:

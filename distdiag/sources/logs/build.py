@@ -47,8 +47,7 @@ def finding(
     state = "waiting" if any(f.role is Role.WAIT for f in facts) else None
     raised = {f.rank for f in facts if f.role is Role.CAUSE} if blamed else set()  # they failed, too
     waiting = tuple(where_at(r, sites.get(r), state) for r in others if r not in raised)
-    template = Template(KINDS[kind], cause, "{message}", "{cost}", "{advice}", proved, severity)
-    return template(
+    return Template(KINDS[kind], cause, "{message}", "{cost}", "{advice}", proved, severity)(
         culprits=blamed,
         victims=others,
         where=[where_at(r, sites.get(r)) for r in blamed] or waiting,
@@ -82,7 +81,6 @@ def some(names: Sequence[str]) -> str:
 
 
 def ranks_of(facts: Iterable[Fact]) -> tuple[int, ...]:
-    """Return the known ranks of facts."""
     return tuple(sorted({f.rank for f in facts if f.rank is not None}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from distdiag.guard import TOGETHER, Announce, stored_bytes
 from distdiag.sources.logs import later, lines
@@ -103,14 +104,12 @@ class Collector:
                 out.bad.append((str(path), e.strerror or str(e)))
             if bounds.late:
                 out.late = True
-                out.bad.append(
-                    (str(path), "only its first and last lines were read in detail: it has too many different errors")
-                )
+                why = "only its first and last lines were read in detail: it has too many different errors"
+                out.bad.append((str(path), why))
             self._end_rows(path, at_end=True)
-            new = (
-                f for f in out.facts[first:] if f.name != "timeout_cut" or f.line + 1 >= number
-            )  # else it is wrapped
-            out.facts[first:] = self._of_one_run(path, list(new))
+            # else it is wrapped
+            new = [f for f in out.facts[first:] if f.name != "timeout_cut" or f.line + 1 >= number]
+            out.facts[first:] = self._of_one_run(path, new)
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
             self.later.begin(path, bounds.head)
             self.later.read(path, bounds.tail, failed)
@@ -147,29 +146,21 @@ class Collector:
             if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT):
                 attempts.setdefault(f.run[1], []).append(f)
         follow = set[int]()
-        while len(attempts) > 1 and self._by_what_was_left(attempts[max(attempts)]):
-            follow.add(max(attempts))
-            self.result.followed.insert(0, attempts.pop(max(attempts))[0])
-            self.later.restarts.pop(path, None)  # it did not help
         attempt = max(attempts, default=0)
+        while len(attempts) > 1 and (own := [f for f in attempts[attempt] if f.role is Role.CAUSE]):
+            if not all(f.message.by_left or held_by_left(f, self.result) for f in own):
+                break  # else it failed by processes of an earlier attempt, which have not ended
+            follow.add(attempt)
+            self.result.followed.insert(0, attempts.pop(attempt)[0])
+            self.later.restarts.pop(path, None)  # it did not help
+            attempt = max(attempts)
         failed = {f.run for f in facts if f.role is not Role.HINT and f.run < (launch, attempt)}
         self.result.left_out += len(failed)
         causes = (f for f in facts if f.role in (Role.CAUSE, Role.STOP) and (f.run[0] < launch or f.run[1] < attempt))
         self.result.before += {f.run: f for f in reversed(list(causes))}.values()
-        return [
-            f
-            for f in facts
-            if f.name == "rerun"  # it is about an earlier run
-            or (
-                (f.run[0] == launch and (f.run[1] >= attempt or not LASTING.isdisjoint(f.fields)))
-                and f.run[1] not in follow
-            )
-        ]
-
-    def _by_what_was_left(self, facts: list[Fact]) -> bool:
-        """True if all own failures of an attempt follow from processes of an earlier one, which have not ended."""
-        own = [f for f in facts if f.role is Role.CAUSE]
-        return bool(own) and all(f.message.by_left or held_by_left(f, self.result) for f in own)
+        # a rerun is about an earlier run
+        last = [f for f in facts if f.name == "rerun" or (f.run[0] == launch and f.run[1] not in follow)]
+        return [f for f in last if f.name == "rerun" or f.run[1] >= attempt or not LASTING.isdisjoint(f.fields)]
 
     def _since_stop(self, path: Path, facts: list[Fact]) -> list[Fact]:
         """Return the facts after the last stop from outside after which the job was started again, and then failed."""
@@ -245,10 +236,8 @@ class Collector:
                 self.result.is_rank_of(int(m["pid"]), who.rank)
             self._of_npu = who.rank, number + 1
             for f in self.result.facts[-1:]:
-                if f.who.rank is None and f.line == number - 1 and "HCCL" in f.text:
-                    self._of_one.pop(
-                        (f.name, "", f.path, None, f.who.process, f.who.task, f.who.group), None
-                    )  # it is another one's
+                if f.who.rank is None and f.line == number - 1 and "HCCL" in f.text:  # it is another one's
+                    self._of_one.pop((f.name, "", f.path, None, f.who.process, f.who.task, f.who.group), None)
                     f.who = replace(f.who, rank=who.rank)
         elif (m := _NPU_CODE.match(text)) is not None and who.rank is None:
             of_pid = self.result.rank_of.get(int(m["pid"])) if m["pid"] else None
@@ -258,16 +247,15 @@ class Collector:
         """Note what else a line that shows its rank names: label, host, file, process."""
         out = self.result
         out.per_node |= who.task not in (None, rank)
-        if who.label and len(out.of_label) < MAX_WRITERS:
-            out.of_label.setdefault(who.label, set()).add(rank)
-        if who.host and len(out.on_host) < MAX_WRITERS:
-            out.on_host.setdefault(who.host, set()).add(rank)
-        if len(out.by_path) < MAX_WRITERS:
-            out.by_path.setdefault(path, set()).add(rank)
-            if who.process:
-                out.is_rank_of((who.process, who.host), rank)
-            if who.pid is not None:
-                out.is_rank_of(who.pid, rank)
+        named: list[tuple[dict[Any, set[int]], object]]
+        named = [(out.of_label, who.label), (out.on_host, who.host), (out.by_path, path)]
+        for of_name, name in named:
+            if name and len(of_name) < MAX_WRITERS:
+                of_name.setdefault(name, set()).add(rank)
+        if who.process:
+            out.is_rank_of((who.process, who.host), rank)
+        if who.pid is not None:
+            out.is_rank_of(who.pid, rank)
 
     def _describe(self, text: str, number: int) -> None:
         """Note which pod or actor a description is of, and which lines are on a container that was restarted since."""
@@ -284,7 +272,6 @@ class Collector:
             self._earlier = number + _STATE_LINES if m["last"] and self._earlier < 0 else -(m["state"] != "Waiting")
 
     def _look_up(self, line: Line) -> None:
-        """Add the facts of the rows that fit a line."""
         text = line.text
         for row in TABLE:
             if row.needle in text and (m := row.regex.search(text)) is not None:
@@ -305,12 +292,10 @@ class Collector:
             self._tracebacks.aborted(line)
         elif self._last_error == (line.source, self._order):
             self._add("nccl_warning", Role.HINT, {"what": PREFIX.sub("", text, count=1)[:200]}, line)
-        elif (
-            not (line.who.mild or "Warning: " in text or PREFIX.sub("", text, count=1).startswith(_STACK))
-            and _ERRORS.search(text)
-            and PASSES_OVER.search(text) is None
-        ):
-            self.result.unknown.append((line.path, line.number, text.strip()[:200]))
+        else:
+            mild = line.who.mild or "Warning: " in text or PREFIX.sub("", text, count=1).startswith(_STACK)
+            if not mild and _ERRORS.search(text) and PASSES_OVER.search(text) is None:
+                self.result.unknown.append((line.path, line.number, text.strip()[:200]))
 
     def _add(self, name: str, role: Role, groups: Mapping[str, str | None], line: Line) -> Fact | None:
         out, who = self.result, line.who
@@ -324,9 +309,9 @@ class Collector:
             return None
         if "server" in fields and len(out.servers) < MAX_WRITERS:  # of a warning, too
             out.servers.add(fields["server"])
-        if (who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START)) or any(
-            len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()
-        ):
+        if who.mild and role in (Role.CAUSE, Role.VICTIM, Role.START):
+            return None
+        if any(len(v) > MAX_DIGITS and v.isdigit() for v in fields.values()):
             return None
         if name == "ended" and who.rank is not None:
             out.is_rank_of(int(fields.get("pid", "-1")), who.rank)
@@ -341,15 +326,15 @@ class Collector:
         key = (name, kind, line.path, who.rank, who.process, who.task, who.group)
         if name == "lost_worker" and self._learned.shut.get(line.path, line.number) < line.number:
             return None  # its client reports the end of a process that was asked to exit
-        if "what(): " in line.text and _repeats(out.facts[-1:], name, fields, line):
-            return None
+        if "what(): " in line.text and out.facts:  # the runtime of C++ prints the exception by which it ends again
+            last, near = out.facts[-1], line.number - lines.LINES_AFTER
+            if (last.name, last.fields, last.path) == (name, fields, line.path) and last.line >= near:
+                return None
         seen = self._of_one[key] = self._of_one.get(key, 0) + 1
         if seen > MAX_OF_ONE or len(out.facts) >= MAX_FACTS:
             return None
-        at = who.at or self._times.get(line.source)
-        fact = Fact(
-            name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=self._learned.run
-        )
+        at, run = who.at or self._times.get(line.source), self._learned.run
+        fact = Fact(name, role, fields, who, line.path, line.number, self._order, line.text[:500], at=at, run=run)
         if name in _STOPS or name == "node_lost":
             self._learned.stopped = line.path, self._learned.run
             self._learned.stopped_at = time_of(fields.get("when", ""))
@@ -366,14 +351,6 @@ class Collector:
         for line, row in self._table.take(at_end):
             who = Writer(rank=rank_of(row), host=row.get("host", ""), at=time_of(row.get("time", "")))
             self._add("ended", Role.EXIT, row, Line(path, line, "", who, (path,), self._order))
-
-
-def _repeats(last: list[Fact], name: str, fields: Mapping[str, str], line: Line) -> bool:
-    """True if the runtime of C++ prints the exception again by which its process ends."""
-    return any(
-        (f.name, f.fields, f.path) == (name, fields, line.path) and f.line >= line.number - lines.LINES_AFTER
-        for f in last
-    )
 
 
 def _without_count(text: str, who: Writer) -> str:

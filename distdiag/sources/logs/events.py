@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from distdiag.diagnosis.known_errors import remedy
-from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.text.phrases import at, shortened
-from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before, earlier, process
@@ -27,26 +25,27 @@ _DEVICE = bounded(r"NVLink|ECC|critical error|fallen off the bus")
 def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
     """Return the reasons, each event once: the fact stays, what follows from it becomes a part of it."""
     memory, exceptions = found.named("host_oom"), found.named("exception")
-    reported: dict[tuple[object, ...], Fact] = {
-        (f.path, process(f), f.line): f for f in exceptions if not f.uncaught and "[Errno " in f.text
-    }
+    of_system = (f for f in exceptions if not f.uncaught and "[Errno " in f.text)
+    reported: dict[tuple[object, ...], Fact] = {(f.path, process(f), f.line): f for f in of_system}
     for r in reasons:
         _of_memory(r, memory)
         _of_all(r, found)
         _of_system(r, reported)
         _of_rerun(r, found)
-    reasons = [r for r in reasons if not _is_part(r, reasons)]
+    held = [(len(r.facts), {id(f) for f in r.facts}) for r in reasons]  # drop those that are a part of another one
+    reasons = [r for r in reasons if not any(n > len(r.facts) and own >= {id(f) for f in r.facts} for n, own in held)]
     reasons = _of_devices(_of_one_limit(_without_repeats(_of_one_remedy(_of_thread(_of_worker(reasons))))))
     _of_child(reasons, [f for f in found.named("exit") if f.rank is None and "label" in f.fields])
+    limits = {f.name: f for f in reversed(found.named("process_limit", "locked_memory"))}
     for r in reasons:
         _of_port(r, found)
         if "undefined symbol: nccl" in r.facts[0].text:
             paths = {path for q, path in found.libraries.items() if q is None or q in r.ranks}
             r.after += f"; the log shows {shortened(min(paths), 160)} there" if paths else ""
-        if r.facts[0].name == "thread_limit" and (limits := found.named("process_limit")):
-            r.after += f"; the limit there (RLIMIT_NPROC, `ulimit -u`) is {limits[0].number('limit') or 0:,}"
-        if r.facts[0].name == "nccl_host" and (limits := found.named("locked_memory")):
-            r.after += f"; UCX reports the limit of locked memory there: {limits[0].fields['what']}"
+        if r.facts[0].name == "thread_limit" and (limit := limits.get("process_limit")):
+            r.after += f"; the limit there (RLIMIT_NPROC, `ulimit -u`) is {limit.number('limit') or 0:,}"
+        if r.facts[0].name == "nccl_host" and (limit := limits.get("locked_memory")):
+            r.after += f"; UCX reports the limit of locked memory there: {limit.fields['what']}"
         _of_module(r, found.named("port_module"))
     return reasons
 
@@ -58,8 +57,8 @@ def _of_memory(r: Reason, memory: list[Fact]) -> None:
     if first.name == "loader_killed" and first.fields.get("signal") == "Killed":
         pod = first.who.process
         pods = ("", pod)  # a line without one is on a process or a host
-        same = [f for f in memory if f.rank in (None, first.rank)]
-        same = [f for f in same if not pod or (f.fields.get("pod") or f.who.process) in pods]
+        here = [f for f in memory if not pod or (f.fields.get("pod") or f.who.process) in pods]
+        same = [f for f in here if f.rank in (None, first.rank)]
     else:
         same = [f for f in memory if loader is not None and f.fields.get("pid") in loader[1].split(", ")]
     if same:
@@ -80,14 +79,6 @@ def _of_system(r: Reason, reported: Mapping[tuple[object, ...], Fact]) -> None:
         r.after += f"; it also reported {first.fields['type']}: {shortened(first.fields['what'], 120)}"
         r.advice = remedy(first.text, r.advice) if r.advice in GENERAL else r.advice
         r.facts += found
-
-
-def _is_part(r: Reason, reasons: list[Reason]) -> bool:
-    """True if all that a reason has is the system's error of another one."""
-    return any(
-        q is not r and len(q.facts) > len(r.facts) and all(any(f is own for own in q.facts) for f in r.facts)
-        for q in reasons
-    )
 
 
 def _of_rerun(r: Reason, found: Collected) -> None:
@@ -149,13 +140,14 @@ def _of_all(r: Reason, found: Collected) -> None:
 def _of_one_remedy(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons; a failure of an unknown process and the only other one with its message or remedy are one."""
     for r in [r for r in reasons if not (r.ranks or r.unnamed) and r.advice not in GENERAL]:
-        same = [q for q in reasons if q is not r and q.advice == r.advice and _same_message(r.facts[0], q.facts[0])]
+        own = r.facts[0]  # exceptions are compared by their remedies; the kernel and NCCL call one port by two names
+        of_name = [q for q in reasons if q is not r and q.advice == r.advice and q.facts[0].name == own.name]
+        any_text = own.name in ("exception", "port_error")
+        same = [q for q in of_name if any_text or own.fields.items() <= q.facts[0].fields.items()]
         if len(same) != 1 or r not in reasons:
             continue
         first, second = sorted((r, same[0]), key=lambda q: q.order)
-        first.ranks, first.sites = first.ranks | second.ranks, second.sites | first.sites
-        first.facts += second.facts
-        first.unnamed = first.unnamed or second.unnamed
+        first.take(second)
         first.inferred = True
         if first.facts[0].name != "exception":  # a library logs it, and raises it with more detail
             first.text, first.facts = same[0].text, same[0].facts
@@ -170,8 +162,7 @@ def _of_one_limit(reasons: list[Reason]) -> list[Reason]:
         own = r.facts[0].name == "nccl_host" and len(r.hosts) == 1
         same = first.setdefault((r.advice, *r.hosts) if own else id(r), r)
         if same is not r:
-            same.ranks, same.sites, same.facts = same.ranks | r.ranks, r.sites | same.sites, same.facts + r.facts
-            same.unnamed = [*dict.fromkeys((*same.unnamed, *r.unnamed))]
+            same.take(r)
     return [*first.values()]
 
 
@@ -197,9 +188,10 @@ def _of_worker(reasons: list[Reason]) -> list[Reason]:
     if len(lost) != 1 or len(faults) != 1 or len(lost[0].facts) != len(faults[0].facts):
         return reasons
     own, fault = lost[0], faults[0]
-    if own.facts[0].fields["what"] != fault.facts[0].fields["what"]:
+    first = fault.facts[0]
+    if own.facts[0].fields["what"] != first.fields["what"]:
         return reasons
-    own.after = f"; the worker failed{at(fault.facts[0].site)}{own.after}" if fault.facts[0].site else own.after
+    own.after = f"; the worker failed{at(first.site)}{own.after}" if first.site else own.after
     own.facts = [*own.facts, *fault.facts]
     return [r for r in reasons if r is not fault]
 
@@ -226,38 +218,26 @@ def _of_thread(reasons: list[Reason]) -> list[Reason]:
     return [r for r in reasons if r is not end]
 
 
-def _same_message(a: Fact, b: Fact) -> bool:
-    """True if all that one message says is in the other.
-
-    Exceptions are compared by their remedies; the kernel and NCCL call one port by two names.
-    """
-    return a.name == b.name and (a.name in ("exception", "port_error") or a.fields.items() <= b.fields.items())
-
-
 def _of_devices(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without what processes report of a device whose failure the driver reports."""
     for first in [r for r in reasons if r.facts[0].message.of_driver]:
-        for r in [r for r in reasons if r is not first and _reports(r, first)]:
+        a = first.facts[0]
+        for r in [r for r in reasons if r is not first]:
+            if not all(f.message.of_process and "pci" not in f.fields and _near(a, f) for f in r.facts):
+                continue  # else it is how processes saw the failure of this device
             reasons = [q for q in reasons if q is not r]
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}
             here = here or all(_DEVICE.search(f.text) for f in r.facts)
             here = here or [f"local rank {q}" for q in r.ranks] == [name.partition(" of ")[0] for name in first.unnamed]
             if r.ranks == first.ranks != set() or (not first.ranks and len(r.ranks) == 1 and here):
                 first.inferred |= not first.ranks
-                first.ranks, first.sites, first.unnamed = first.ranks | r.ranks, first.sites | r.sites, []
-                first.facts += r.facts
+                first.take(r)
+                first.unnamed = []
                 first.hosts |= {f.who.host for f in first.facts if f.who.host}
                 first.after += f"; the process itself reports {_HAS.sub('', r.text)}"
             else:
-                who = rank_list(sorted(r.ranks)) if r.ranks else some(r.unnamed) or "a process"
-                first.after += f"; {who} then {r.text}"
+                first.after += f"; {r.who} then {r.text}"
     return reasons
-
-
-def _reports(r: Reason, first: Reason) -> bool:
-    """True if a reason is how processes saw the failure of this device."""
-    a = first.facts[0]
-    return all(f.message.of_process and "pci" not in f.fields and _near(a, f) for f in r.facts)
 
 
 def _near(a: Fact, b: Fact) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from distdiag.diagnosis.consequences import OTHER_ENDED
 from distdiag.diagnosis.known_errors import remedy
@@ -76,13 +76,15 @@ def of_exits(
     aborts = any(f.message.aborts and f.rank is None and not OTHER_ENDED.search(f.text) for f in found.facts)
     killed = {id(end) for end in _killed_by_launcher(ends, bool(memory)) + _killed_by_ray(ends, memory)}
     named = bool(explained) and any(end.rank is not None for end in ends)
-    before_it = [f for f in found.facts if _needs_no_end(f)]
+    # ranks that waited until a timeout, or never got a connection: neither shows that a process ended before
+    before_it = [f for f in found.facts if f.role is Role.WAIT or f.message.unstarted]
+    before_it += [f for f in found.facts if f.role is Role.VICTIM and NO_ROUTE.search(f.fields.get("reason", ""))]
     for nth, end in enumerate(ends):
-        if (
-            id(end) in killed
-            or (aborts and _by(end) == "SIGABRT")
-            or (_followed(end, explained, waited, bool(memory)) and not _another(end, pids))
-        ):
+        if id(end) in killed or (aborts and _by(end) == "SIGABRT"):
+            continue
+        lost = _launcher(end) == "parent" and end.rank is None and end.number("pid") is not None
+        another = lost and pids.isdisjoint((None, end.number("pid")))  # none of those that lost their connections
+        if not another and _followed(end, explained, waited, bool(memory)):
             continue
         named_there = ranks_of(memory) or (_of_nobody(end) and any(map(_whose, memory)))
         if end.rank is None and _by(end) == "SIGKILL" and named_there:
@@ -119,17 +121,9 @@ def _of_memory(found: Collected, memory: list[Fact]) -> Reason:
     hosts = {f.fields["host"] for f in exact if "host" in f.fields and ranks_of(memory)}
     after, grows = slow.growth(found)
     holds, advice = slow.most_memory(found)
-    return Reason(
-        meaning,
-        meaning.text,
-        (advice or meaning.advice) + grows,
-        0.0,
-        {*ranks_of(memory)},
-        named,
-        facts=memory,
-        hosts=hosts,
-        after=holds + after,
-    )
+    advice, after = (advice or meaning.advice) + grows, holds + after
+    ranks = {*ranks_of(memory)}
+    return Reason(meaning, meaning.text, advice, 0.0, ranks, named, facts=memory, hosts=hosts, after=after)
 
 
 def _whose(f: Fact) -> str:
@@ -186,21 +180,9 @@ def _followed(end: Fact, explained: set[int], waited: set[int], memory: bool) ->
     return bool(explained) and not end.fields.get("what") and cleaned_up
 
 
-def _needs_no_end(f: Fact) -> bool:
-    """True if a rank waited until a timeout, or never got a connection: neither shows that a process ended before."""
-    no_route = f.role is Role.VICTIM and NO_ROUTE.search(f.fields.get("reason", "")) is not None
-    return f.role is Role.WAIT or f.message.unstarted or no_route
-
-
 def _of_nobody(end: Fact) -> bool:
     """True for the end of a process, perhaps a launcher, that no line names, and that the kernel does not report."""
     return end.name == "exit_unnamed" or (end.name == "exit_shell" and end.rank is None and _by(end) == "SIGKILL")
-
-
-def _another(end: Fact, waiting: set[int | None]) -> bool:
-    """True if a process was lost whose pid is known not to be one of those that lost their connections."""
-    pid = end.number("pid")
-    return _launcher(end) == "parent" and end.rank is None and pid is not None and not waiting & {None, pid}
 
 
 def _killed_by_launcher(ends: list[Fact], memory: bool) -> list[Fact]:
@@ -256,9 +238,8 @@ def _meaning(end: Fact, memory: bool, others: bool) -> Meaning:
         return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
     if what:
         return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", remedy(what, meanings.GENERAL[1]))
-    return Meaning(
-        "rank_lost", "crashed", f"{EXIT_CODE} {_code(end)}, without an exception in the log", meanings.SEE_LOG
-    )
+    text = f"{EXIT_CODE} {_code(end)}, without an exception in the log"
+    return Meaning("rank_lost", "crashed", text, meanings.SEE_LOG)
 
 
 def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:
@@ -272,7 +253,9 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     An exception ends a process with an exit code, a fault in native code by its signal; a parent that lost a worker after it does
     not see by which one.
     """
-    nameless = [r for r in reasons if r.meaning.cause in ERRORS and not r.ranks and not _has_process(r)]
+    nameless = [r for r in reasons if r.meaning.cause in ERRORS and not r.ranks]
+    # without those whose lines name a process, not only a node
+    nameless = [r for r in nameless if not (r.unnamed and any(f.who.name not in ("", f.who.label) for f in r.facts))]
     if len(nameless) != 1:
         return ended
     own, first = nameless[0], nameless[0].facts[0]
@@ -288,7 +271,14 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     if number == len(of_file):  # each node's launcher writes the errors of its own ranks into its own log
         ranks = of_file
     if number != len(ranks):
-        _first_to_end(own, {q: t for r in fitting for q, t in r.times.items()})
+        times = {q: t for r in fitting for q, t in r.times.items()}
+        first_ones = [q for q, t in times.items() if t == min(times.values())]
+        if len(own.facts) == 1 and len(first_ones) == 1 < len(times) and all(times.values()):
+            own.ranks, own.inferred, own.guessed = (
+                {*first_ones},
+                True,
+                True,
+            )  # the launcher saw it end before all others
         if len(ranks) > 1 and not own.ranks:
             failed = rank_list(sorted(ranks))
             own.after += f"; the launcher reports that {failed} failed, and the log does not show whose error it is"
@@ -301,15 +291,3 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     for r in fitting:
         r.ranks -= ranks
     return [r for r in ended if r not in fitting or r.ranks]
-
-
-def _first_to_end(r: Reason, times: Mapping[int, str]) -> None:
-    """Give a failure of one unknown process the rank that the launcher saw end before all others, as a guess."""
-    first = [q for q, t in times.items() if t == min(times.values())]
-    if len(r.facts) == 1 and len(first) == 1 < len(times) and all(times.values()):
-        r.ranks, r.inferred, r.guessed = {first[0]}, True, True
-
-
-def _has_process(r: Reason) -> bool:
-    """True if its lines name a process, not only a node."""
-    return bool(r.unnamed) and any(f.who.name not in ("", f.who.label) for f in r.facts)

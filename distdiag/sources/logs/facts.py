@@ -65,8 +65,12 @@ class Fact:
 
     @property
     def message(self) -> Message:
-        """Return the record of its message."""
         return MESSAGES[self.name]
+
+    @property
+    def of_line(self) -> str:
+        """Return `line 1,204`, with its file if there are several."""
+        return f"line {self.line:,}{f' of {self.file}' if self.file else ''}"
 
     @property
     def foreign(self) -> bool:
@@ -164,9 +168,8 @@ class Collected:
     followed: list[Fact] = field(default_factory=list)  # of attempts that failed by what these left
     servers: set[str] = field(default_factory=set)  # hosts of the job's store, to which clients lost their connections
     tests: set[Path] = field(default_factory=set)  # as in `Later`
-    reran: dict[tuple[int, str], tuple[str, str, int]] = field(
-        default_factory=dict
-    )  # Megatron's first rerun: node, device, line
+    # Megatron's first rerun: node, device, line
+    reran: dict[tuple[int, str], tuple[str, str, int]] = field(default_factory=dict)
     nodes_wanted: int = 0  # by torchrun's rendezvous, at least
     nodes_came: set[str] = field(default_factory=set)  # that tried to join it
     interfaces: dict[str, tuple[str, str]] = field(default_factory=dict)  # (name, address) that NCCL uses on a host
@@ -189,15 +192,13 @@ class Collected:
     well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well
     late_stop: Fact | None = None  # from outside, after the job had ended well
     ended: bool = False  # the last lines say that the job ended well
-    over: dict[Path, tuple[int, str]] = field(
-        default_factory=dict
-    )  # such a line before the first failure, if that is later than all progress
+    # such a line before the first failure, if that is later than all progress
+    over: dict[Path, tuple[int, str]] = field(default_factory=dict)
     of_file: dict[Path, int] = field(default_factory=dict)  # rank of each file with one rank's lines
     losses: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each file and rank
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node
 
     def named(self, *names: str) -> list[Fact]:
-        """Return the facts of these names."""
         return [f for f in self.facts if f.name in names]
 
     def host_of(self, ranks: set[int]) -> set[str]:
@@ -218,14 +219,10 @@ class Collected:
     def pids(self) -> dict[str, int | None]:
         """Return the rank of each pid that launchers or lines of ranks name as one of this job's; None if only that is known."""
         known: dict[str, int | None] = dict.fromkeys(self.closed)
-        known |= {
-            f.fields["pid"]: None if f.of_node else f.rank
-            for f in self.facts
-            if f.name in ("exit", "ended") and "pid" in f.fields
-        }
-        return known | {
-            str(pid): rank for pid, rank in self.rank_of.items() if isinstance(pid, int) and rank is not None
-        }
+        ended = (f for f in self.named("exit", "ended") if "pid" in f.fields)
+        known |= {f.fields["pid"]: None if f.of_node else f.rank for f in ended}
+        of_pids = ((pid, rank) for pid, rank in self.rank_of.items() if isinstance(pid, int))
+        return known | {str(pid): rank for pid, rank in of_pids if rank is not None}
 
     def names_a_job(self) -> bool:
         """True if a line names a rank, a launcher, an error, or distdiag."""

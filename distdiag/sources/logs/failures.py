@@ -74,21 +74,28 @@ class Reason:
     pids: dict[tuple[int, object], set[str]] = field(default_factory=dict)
     reported: list[Fact] = field(default_factory=list)
 
+    @property
+    def who(self) -> str:
+        return rank_list(sorted(self.ranks)) if self.ranks else some(self.unnamed) or "a process"
+
+    def take(self, other: Reason) -> None:
+        """Add what another reason of the same event knows."""
+        self.ranks, self.sites = self.ranks | other.ranks, other.sites | self.sites
+        self.facts, self.hosts = self.facts + other.facts, self.hosts | other.hosts
+        self.unnamed += [name for name in other.unnamed if name not in self.unnamed]
+
 
 def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     """Return (reasons of ranks whose first fact is a failure of their own, failures after a timeout)."""
     waits = first_waits(found)
     timed = [f for f in waits.values() if f.role is Role.WAIT and f.who.at is not None]
-    timeouts = {
-        f.who.at[0]: f for f in sorted(timed, key=lambda f: f.who.at or (), reverse=True) if f.who.at
-    }  # by clock
-    of_device = {
-        f.rank for f in found.facts if f.rank is not None and (known := f.message.meaning) and known.kind == "gpu"
-    }
-    ended = {
-        process(f) for f in found.facts if f.uncaught and f.role is Role.CAUSE and not REPORTS_ANOTHER.search(f.text)
-    }
-    ended_by_others = {process(f) for f in found.facts if f.uncaught and f.role is Role.VICTIM}
+    timed.sort(key=lambda f: f.who.at or (), reverse=True)
+    timeouts = {f.who.at[0]: f for f in timed if f.who.at}  # by clock
+    meant = ((f.rank, f.message.meaning) for f in found.facts if f.rank is not None)
+    of_device = {rank for rank, meaning in meant if meaning and meaning.kind == "gpu"}
+    uncaught = [f for f in found.facts if f.uncaught]
+    ended = {process(f) for f in uncaught if f.role is Role.CAUSE and not REPORTS_ANOTHER.search(f.text)}
+    ended_by_others = {process(f) for f in uncaught if f.role is Role.VICTIM}
     reasons: dict[tuple[str, str], Reason] = {}
     late: list[Fact] = []
     for f in found.facts:
@@ -101,7 +108,9 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
             own = waits.get(process(f))
             # the lines after an exception of a collective may say that it waited
             after = own is not None and ((f.in_collective and own.role is Role.WAIT) or before(own, f) is not False)
-            if after and not (process(f) in ended_by_others and _of_another_process(f)):
+            # without names, two exceptions that ended their processes are of two
+            another = f.uncaught and process(f)[0] == "file" and process(f) in ended_by_others
+            if after and not (another and not CONNECTION_LOST.search(f.text) and not REPORTS_ANOTHER.search(f.text)):
                 continue
             f.inferred = f.inferred or after
             if f.rank in of_device and meaning.kind != "gpu":
@@ -113,12 +122,6 @@ def of_messages(found: Collected) -> tuple[list[Reason], list[Fact]]:
     return _without_reports(_by_time(_of_one_text(reasons))), late
 
 
-def _of_another_process(f: Fact) -> bool:
-    """True if an exception that ended its process cannot follow from one that ended a process: without names, these are two."""
-    shows_more = CONNECTION_LOST.search(f.text) is None and REPORTS_ANOTHER.search(f.text) is None
-    return f.uncaught and process(f)[0] == "file" and shows_more
-
-
 def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
     """Return the reasons; what was printed without its traceback belongs to the first one with its text."""
     out: list[Reason] = []
@@ -128,8 +131,8 @@ def _of_one_text(reasons: dict[tuple[str, str], Reason]) -> list[Reason]:
         if same is r or r.facts[0].name != "exception" or any(f.site for f in r.facts) or not (r.ranks or r.unnamed):
             out.append(r)
             continue
-        same.ranks, same.order, same.facts = same.ranks | r.ranks, min(same.order, r.order), same.facts + r.facts
-        same.unnamed += [name for name in r.unnamed if name not in same.unnamed]
+        same.order = min(same.order, r.order)
+        same.take(r)
         same.advice = _of_exception(same.facts[0], len(same.ranks))
     return out
 
@@ -253,12 +256,11 @@ def _of_exception(f: Fact, ranks: int) -> str:
 def text_of(f: Fact, meaning: Meaning) -> str:
     """Return what a failure is reported as, after its rank."""
     limit = 160 if f.name == "exception" else 120
-    short = {
-        k: _DIRECTORIES.sub(r"\g<begin>…/", _SAYS_NOTHING.sub("", v)) if len(v) > limit else v
-        for k, v in f.fields.items()
-    }
-    # a semicolon would end the clause
-    fields = Fields({k: shortened(v.replace("; ", ", "), limit) for k, v in short.items()})
+    fields = Fields()
+    for key, value in f.fields.items():
+        if len(value) > limit:
+            value = _DIRECTORIES.sub(r"\g<begin>…/", _SAYS_NOTHING.sub("", value))
+        fields[key] = shortened(value.replace("; ", ", "), limit)  # a semicolon would end the clause
     if f.name == "exception":
         fields["what"] = f": {fields['what']}" if fields["what"] else ""
         own = f"{fields['type']}: {f.fields['what']}"
@@ -291,8 +293,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     """
     later = _first_long_before(r)
     several = len(r.ranks) + len(r.unnamed) > 1
-    serves = not r.ranks and any(f.serves for f in r.facts)
-    if serves:
+    if not r.ranks and any(f.serves for f in r.facts):
         r.ranks, r.inferred = {0}, True
     awaited = {f.number("awaited") for f in waited.values() if "group" not in f.fields} - {None}
     absent, kind = {*absent_ranks(found, waited)}, r.meaning
@@ -328,9 +329,10 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     doubtful = bool(r.facts) and all(f.doubtful for f in r.facts)
     sites = r.sites or {}
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
+    by_settings = advice in OF_SERVICE or (everyone and r.facts[0].message.of_program)  # of the service's client
     return finding(
         r.meaning.kind,
-        _cause(r, advice, everyone),
+        "configuration" if by_settings and not r.reported else r.meaning.cause,
         [*r.reported, *r.facts],
         message,
         advice,
@@ -343,12 +345,6 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         and not (doubtful or of_node or in_collective or unordered or r.inferred or any(f.inferred for f in r.facts)),
         cost="may have ended the job, but there is progress that may be later" if doubtful else ENDED,
     )
-
-
-def _cause(r: Reason, advice: str, everyone: str) -> str:
-    """Return the cause of a finding: the configuration, if all ranks raised it, or a service's client did for its settings."""
-    by_settings = advice in OF_SERVICE or (everyone and r.facts[0].message.of_program)
-    return "configuration" if by_settings and not r.reported else r.meaning.cause
 
 
 def _first_long_before(r: Reason) -> str:
@@ -380,19 +376,15 @@ def _followed(r: Reason, found: Collected, waited: Mapping[int, Fact], others: S
     """Return what other ranks met after, or while, these failed."""
     waits = [waited[q] for q in others]
     after = all(before(f, wait) for f in r.facts[:1] for wait in waits)
-    stuck = _only_stuck(found, others)
+    timed_out = {f.rank for f in found.facts if f.role is Role.WAIT and f.name != "stuck_watchdog"}
+    only_stuck = {f.rank for f in found.named("stuck_watchdog")} - timed_out  # by their watchdogs
+    stuck = [q for q in others if q in only_stuck] if not only_stuck.issuperset(others) else []
     rest = [q for q in others if q not in stuck]
     text = f"; {rank_list(rest)} {'then ' if after else ''}{in_what([waited[q] for q in rest])}"
     if stuck:
         text += f"; {rank_list(stuck)} reported no timeout: {verb(stuck, 'its watchdog', 'their watchdogs')} made no progress"
-    return text + (_silent(found, others, waits) if not r.ranks else "")
-
-
-def _only_stuck(found: Collected, waiting: Sequence[int]) -> list[int]:
-    """Return the ranks of which only the watchdog reports that it hangs, where others timed out; empty if all ranks are such."""
-    timed_out = {f.rank for f in found.facts if f.role is Role.WAIT and f.name != "stuck_watchdog"}
-    stuck = {f.rank for f in found.named("stuck_watchdog")} - timed_out
-    return [q for q in waiting if q in stuck] if not stuck.issuperset(waiting) else []
+    absent = absent_ranks(found, others) if not r.ranks and all(f.role is Role.WAIT for f in waits) else ()
+    return f"{text}; {rank_list(absent)} reported no timeout" if 0 < FEW_OF * len(absent) <= len(others) else text
 
 
 def _advice(r: Reason, found: Collected) -> str:
@@ -406,12 +398,6 @@ def _advice(r: Reason, found: Collected) -> str:
         port = f" 'sport = :{r.facts[0].fields['port']}'" if r.facts[0].fields.get("port") else ""
         return known.advice.format_map(Fields(r.facts[0].fields | {"of_port": port}))
     return meanings.OF_ONE_HOST.format(host=hosts[0]) if apart else r.advice
-
-
-def _silent(found: Collected, waiting: Sequence[int], waits: Sequence[Fact]) -> str:
-    """Return which few ranks reported no timeout where all others did; empty if these are many, or the others did not time out."""
-    absent = absent_ranks(found, waiting) if all(f.role is Role.WAIT for f in waits) else ()
-    return f"; {rank_list(absent)} reported no timeout" if 0 < FEW_OF * len(absent) <= len(waiting) else ""
 
 
 def _also_known(r: Reason, found: Collected) -> str:

@@ -16,7 +16,7 @@ from distdiag.sources.dumps.naming import name_ranks
 from distdiag.sources.logs.lines import BLOCK_BYTES, encoding_of
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import TABLE
-from distdiag.sources.logs.writers import is_object, is_record
+from distdiag.sources.logs.writers import is_record, record_of
 from distdiag.terms.untrusted import bounded, is_rank
 
 MAX_FILES = 1 << 16
@@ -38,9 +38,8 @@ def find_logs(given: Sequence[str]) -> list[Path]:
     named = {path for path, by_name in files if by_name}
     candidates = [path for path, by_name in files if by_name or _may_be_a_log(path)]
     logs = guard.matching(itertools.islice(candidates, MAX_FILES), lambda path: no_log(path, path in named) is None)
-    return (
-        [*logs, *filter(is_empty, candidates)] if logs else []
-    )  # an empty one among others says that its process wrote nothing
+    # an empty one among others says that its process wrote nothing
+    return [*logs, *filter(is_empty, candidates)] if logs else []
 
 
 def left_out(given: Sequence[str], logs: Iterable[Path], shown: int = 5) -> list[str]:
@@ -64,32 +63,28 @@ def left_out(given: Sequence[str], logs: Iterable[Path], shown: int = 5) -> list
 
 
 def _may_be_a_log(path: Path) -> bool:
-    return _named_like_a_log(path) or path.suffix == ".txt"
+    return _log_name(path.name.lower()) or path.suffix == ".txt"
 
 
 def no_log(path: Path, named: bool) -> str | None:
     """Return why a file is not read as a log; None if it is. A file that was named itself may have any name."""
     if not named and not _may_be_a_log(path):
         return "it is not named like a log"
-    like = named or _named_like_a_log(path)
+    like = named or _log_name(path.name.lower())
     reason = _not_text(path)
     return "it has no message that distdiag knows" if reason is None and not like and not _has_message(path) else reason
 
 
 def is_empty(path: Path) -> bool:
-    """True for a file without a byte."""
     try:
         return path.stat().st_size == 0
     except OSError:
         return False
 
 
-def _named_like_a_log(path: Path) -> bool:
-    return _log_name(path.name.lower())
-
-
 @lru_cache(MAX_FILES)
 def _log_name(name: str) -> bool:
+    """True if a file, by its name in lower case, is a log."""
     suffix = Path(name).suffix
     if suffix in (".gz", ".bz2", ".xz"):
         name = name[: -len(suffix)]
@@ -106,11 +101,8 @@ def _log_name(name: str) -> bool:
 def _has_message(path: Path) -> bool:
     """True if the begin of a file has a line that shows a failure: a text file of any name may be a log."""
     text = _head(path).decode("utf-8", "replace")
-    failures = (
-        row
-        for row in TABLE
-        if (row.name == "host_report" or row.role not in (Role.FACT, Role.HINT)) and row.needle in text
-    )
+    rows = (row for row in TABLE if row.needle in text)
+    failures = (row for row in rows if row.name == "host_report" or row.role not in (Role.FACT, Role.HINT))
     return any(row.regex.search(line) for row in failures for line in text.splitlines() if row.needle in line)
 
 
@@ -150,7 +142,7 @@ def _is_document(head: bytes) -> bool:
         return False
     line, _, rest = head.lstrip().partition(b"\n")
     text = line.decode("utf-8", "replace")
-    if is_record(text) or (rest.strip() and is_object(text)):
+    if is_record(text) or (rest.strip() and record_of(text)):
         return False
     whole = head.decode("utf-8", "replace").lstrip()
     try:
@@ -175,9 +167,8 @@ def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:
     consecutive_ones = {s for s, ranks in numbers.items() if len(ranks) > 1 and max(ranks) <= len(ranks)}
     for path, rank in named.items():
         consecutive = _shape(path) in consecutive_ones
-        if re.search(r"rank[-_.=]?\d", str(path), re.IGNORECASE) or (
-            path not in out and consecutive and not _OF_A_NODE.search(path.name)
-        ):
+        by_number = path not in out and consecutive and not _OF_A_NODE.search(path.name)
+        if by_number or re.search(r"rank[-_.=]?\d", str(path), re.IGNORECASE):
             out[path] = rank
     return out
 

@@ -67,19 +67,14 @@ def of_rich(block: bytes) -> bytes:
                 text = f"{lines[path].removeprefix(prefix).rstrip('│ ')}{'' if cut else ' '}{text.lstrip('│ ')}"
                 lines[path] = ""
             lines[i], length = prefix + text, len(text)
-            path = (
-                i if (path >= 0 or text.startswith("│ /")) and not _FRAME.search(text) and length < MAX_JOINED else -1
-            )
+            goes_on = (path >= 0 or text.startswith("│ /")) and not _FRAME.search(text) and length < MAX_JOINED
+            path = i if goes_on else -1
             continue
         word = len(text.lstrip().partition(" ")[0])
         whole = bool(left) and not length <= 1.25 * width < 1.25 * (length + 1 + word)  # it had room for the next word
         if last >= 0 and (column or left) and not (left and not column and whole):
             text, lines[last] = f"{lines[last].removeprefix(prefix).rstrip()} {text.strip()}"[:MAX_JOINED], ""
         if column or left:
-            lines[i], length, last, left = (
-                prefix + text,
-                len(line[column or len(prefix) :].rstrip()),
-                i,
-                max(left - 1, 0),
-            )
+            lines[i], last, left = prefix + text, i, max(left - 1, 0)
+            length = len(line[column or len(prefix) :].rstrip())
     return "\n".join(lines).encode()

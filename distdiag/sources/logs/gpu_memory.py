@@ -81,9 +81,8 @@ def memory_of_others(f: Fact, found: Collected) -> Held:
     if most in left:
         who = f"process {most} of an earlier attempt, which has not ended,"
         return Held(f": {who} holds {about}{gib:.3g} GiB of {gpu}", f"process {most}{on}", "left")
-    label = next(
-        (process for process, host, pid in found.in_world if str(pid) == most and host in ("", f.who.host)), ""
-    )
+    here = (process for process, host, pid in found.in_world if str(pid) == most and host in ("", f.who.host))
+    label = next(here, "")
     who = f"process {most}" + (f" ({label.partition(' pid=')[0]})" if label else "") if sure else "another process"
     short = f"{who}{on}" * sure
     return Held(f": {who}, which is not this rank, holds {about}{gib:.3g} GiB of {gpu}", short, "others")

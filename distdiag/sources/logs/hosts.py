@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import msgspec
+from msgspec.structs import replace
 
 from distdiag.diagnosis.known_errors import FULL_DISK, OTHER_DRIVER, remedy
-from distdiag.diagnosis.model.findings import Finding, rank_list
+from distdiag.diagnosis.model.findings import Finding
 from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
@@ -105,51 +105,30 @@ def _says(key: str, f: Fact, found: Collected) -> str:
     return f"{REPORTS[key].by}{on} reports that {REPORTS[key].text.format_map(fields)}"
 
 
-def _line(f: Fact) -> str:
-    return f"(line {f.line:,}{f' of {f.file}' if f.file else ''})"
-
-
 def explained(reasons: list[Reason], found: Collected) -> list[Reason]:
     """Return the reasons; those that follow from one report of their host are one, with what to do about that."""
     for key, report in REPORTS.items():
-        facts = [f for _, f in _reports(found, key)]
-        fit = [r for r in reasons if facts and not r.reported and _is_explained(r, report)]
+        facts, regex = [f for _, f in _reports(found, key)], report.explains
+        fit = [r for r in reasons if r.facts and not r.reported] if facts and regex is not None else []
+        fit = [r for r in fit if regex and all(regex.search(f.text) or regex.search(r.text) for f in r.facts)]
         for f in facts if fit else ():
             same = [r for r in fit if not r.reported and _follows(r, report, f, found)]
             if same:
-                first = _merged(sorted(same, key=lambda r: r.order))
+                first, *others = sorted(same, key=lambda r: r.order)
+                if others:
+                    errors = "; ".join(f"{r.who} {r.text}" for r in (first, *others)[:SHOWN])
+                    first.text = f"failed with {len(same):,} different errors ({errors})"
+                for r in others:
+                    first.take(r)
+                    first.after, first.inferred = first.after + r.after, first.inferred or r.inferred
                 hosts = _hosts(first, found)
                 sure = f.path == first.facts[0].path or (bool(hosts) and hosts <= {_short(_host(x)) for x in facts})
-                first.after += (
-                    f"; {_says(key, f, found)}, which {'is the likely' if sure else 'may be the'} cause {_line(f)}"
-                )
+                likely = "is the likely" if sure else "may be the"
+                first.after += f"; {_says(key, f, found)}, which {likely} cause ({f.of_line})"
                 first.advice, first.reported = report.advice, [f]
                 reasons = [r for r in reasons if r is first or r not in same]
                 fit = [r for r in fit if r not in same]
     return reasons
-
-
-def _is_explained(r: Reason, report: Report) -> bool:
-    """True if all errors of a reason are such as follow from a report."""
-    regex = report.explains
-    return regex is not None and bool(r.facts) and all(regex.search(f.text) or regex.search(r.text) for f in r.facts)
-
-
-def _merged(same: list[Reason]) -> Reason:
-    """Return the first reason, with the ranks, facts and texts of the others."""
-    first, *others = same
-    if others:
-        first.text = f"failed with {len(same):,} different errors ({'; '.join(_who(r) for r in same[:SHOWN])})"
-    for r in others:
-        first.ranks, first.sites, first.facts = first.ranks | r.ranks, r.sites | first.sites, first.facts + r.facts
-        first.unnamed += [name for name in r.unnamed if name not in first.unnamed]
-        first.hosts, first.after = first.hosts | r.hosts, first.after + r.after
-        first.inferred = first.inferred or r.inferred
-    return first
-
-
-def _who(r: Reason) -> str:
-    return f"{rank_list(sorted(r.ranks)) if r.ranks else some(r.unnamed) or 'a process'} {r.text}"
 
 
 def _hosts(r: Reason, found: Collected) -> set[str]:
@@ -188,22 +167,18 @@ def with_reports(finding: Finding, found: Collected) -> Finding:
         elsewhere = bool(_host(f) and hosts) and _host(f) not in hosts
         here = f.rank in blamed or not (blamed and (f.rank is not None or elsewhere))
         if here and REPORTS[key].waits and (not waits or any(_in_time(f, w) for w in waits)):
-            return msgspec.structs.replace(
-                finding,
-                message=f"{finding.message}; {_says(key, f, found)}, which may be why {_line(f)}",
-                advice=f"{REPORTS[key].advice}; else {finding.advice}",
-                evidence=(*finding.evidence, f"{f.path}:{f.line}"),
-            )
+            message = f"{finding.message}; {_says(key, f, found)}, which may be why ({f.of_line})"
+            advice, line = f"{REPORTS[key].advice}; else {finding.advice}", f"{f.path}:{f.line}"
+            return replace(finding, message=message, advice=advice, evidence=(*finding.evidence, line))
     return finding
 
 
 def notes(found: Collected) -> list[str]:
     """Return what a host reports, and what to do if the job fails or hangs, in a log that shows no failure."""
-    reports = [(key, f) for key, f in _reports(found) if key != "full"][:1]
-    return [
-        f"{_says(key, f, found)} {_line(f)}; if the job hangs or fails there: {REPORTS[key].advice}"
-        for key, f in reports
-    ]
+    for key, f in _reports(found):
+        if key != "full":
+            return [f"{_says(key, f, found)} ({f.of_line}); if the job hangs or fails there: {REPORTS[key].advice}"]
+    return []
 
 
 # reports that hold for all attempts of a launch

@@ -89,7 +89,9 @@ def join(found: Collected) -> Collected:
     found.past += [f for f in found.facts if f.foreign]
     found.facts = [f for f in found.facts if not f.foreign]
     if stops := [f for f in found.facts if f.role is Role.STOP and f.name != "interrupted"]:
-        _name_the_preempted(found)
+        nodes = {f.fields.get("host", f.fields.get("node", "")) for f in found.named("node_lost")} - {""}
+        for stop in found.named("preempted") if len(nodes) == 1 else ():  # the node was lost by it
+            stop.fields.setdefault("node", min(nodes))
         found.facts = [f for f in found.facts if not _after_stop(f, stops)]
     return found
 
@@ -112,13 +114,6 @@ def _of_full_pods(found: Collected) -> None:
     full = {f.fields.get("pod") or f.fields.get("host") or f.who.process for f in found.named("host_oom")} - {""}
     lost = [f for f in found.named("node_lost") if f.fields.get("pod", f.fields.get("node")) in full]
     found.facts = [f for f in found.facts if f not in lost]
-
-
-def _name_the_preempted(found: Collected) -> None:
-    """Give a preemption without a node the one that was lost by it."""
-    nodes = {f.fields.get("host", f.fields.get("node", "")) for f in found.named("node_lost")} - {""}
-    for stop in found.named("preempted") if len(nodes) == 1 else ():
-        stop.fields.setdefault("node", min(nodes))
 
 
 def _of_communicators(found: Collected) -> None:
@@ -145,19 +140,14 @@ def _of_communicators(found: Collected) -> None:
             found.is_rank_of(pid, rank)
 
 
-def _tasks(text: str) -> tuple[int, ...]:
-    """Return the tasks in `1-3`, `[0,2]`."""
-    try:
-        return unfold_ranks(text.replace("[", "").replace("]", ""))
-    except ValueError:
-        return ()
-
-
 def _by_task(found: Collected, f: Fact) -> list[Fact]:
-    """Return a fact of srun's once for each task; a task is a node, if a launcher there started the ranks."""
+    """Return a fact of srun's once for each task, of `1-3` or `[0,2]`; a task is a node, if a launcher there started the ranks."""
     if f.name != "exit_tasks":
         return [f]
-    tasks = () if found.per_node else _tasks(f.fields["tasks"])
+    try:
+        tasks = () if found.per_node else unfold_ranks(f.fields["tasks"].replace("[", "").replace("]", ""))
+    except ValueError:
+        tasks = ()
     return [replace(f, rank=q) for q in tasks if is_rank(q)] or [replace(f, rank=None)]
 
 
@@ -196,28 +186,29 @@ def _of_one_host(found: Collected, name: str) -> None:
     if name != "closed":  # its lines get more than the host
         for f in (f for f in facts if f.fields["peer"] in host_of):
             f.fields["of_host"] = f" ({host_of[f.fields['peer']]})"
-    failed = {f.who.host for f in facts if _UNREACHED.search(f.fields.get("reason", ""))} - {
-        ""
-    }  # these could not connect, and so closed theirs
-    follow = [
-        f for f in facts if "reason" not in f.fields and host_of.get(f.fields["peer"], f.fields["peer"]) in failed
-    ]
+    # these could not connect, and so closed theirs
+    failed = {f.who.host for f in facts if _UNREACHED.search(f.fields.get("reason", ""))} - {""}
+    closed = (f for f in facts if "reason" not in f.fields)
+    follow = [f for f in closed if host_of.get(f.fields["peer"], f.fields["peer"]) in failed]
     found.facts = [f for f in found.facts if f not in follow]
     facts = [f for f in facts if f not in follow]
     writers: dict[str, set[str]] = {}
     for f in (f for f in facts if f.who.host):
         writers.setdefault(f.fields["peer"], set()).add(f.who.host)
     several = [peer for peer, hosts in writers.items() if len(hosts) > 1]
-    own = [f for f in facts if f.fields["peer"] != several[0]] if len(several) == 1 else []
+    if len(several) != 1:
+        return
+    [peer] = several
+    own = [f for f in facts if f.fields["peer"] != peer]
     # without the address of a host: the one that alone lost another one
     alone = {f.who.host or f.who.label for f in own}
-    alone = min(alone) if len(alone) == 1 else ""
-    if len(several) != 1 or not (host := host_of.get(several[0], alone)) or host in writers[several[0]]:
+    host = host_of.get(peer, min(alone) if len(alone) == 1 else "")
+    if not host or host in writers[peer]:
         return
     on_host = found.on_host.get(host, ())
     if all((f.who.host or f.who.label) == host or (not f.who.host and f.rank in on_host) for f in own):
-        found.facts = [f for f in found.facts if f.name != name or f.fields.get("peer", several[0]) == several[0]]
-        for f in (f for f in facts if f.fields["peer"] == several[0]):
+        found.facts = [f for f in found.facts if f.name != name or f.fields.get("peer", peer) == peer]
+        for f in (f for f in facts if f.fields["peer"] == peer):
             f.fields["ends"] = f" at {host} first"
 
 
@@ -235,22 +226,17 @@ def _of_interface(found: Collected, f: Fact) -> None:
     unreached = _UNREACHED.search(f.fields.get("reason", f.text)) is not None
     if own is not None and unreached and (inside or _BRIDGE.match(name)):
         f.fields["peer"] = peer
-        f.fields["bridge"] = (
-            "a bridge inside that host"
-            if hosts
-            else f"most often {'libvirt' if name.startswith('virbr') else 'docker'}'s own bridge inside a host"
-        )
-        f.fields["bridge"] = "an address inside each of these hosts" if inside else f.fields["bridge"]
+        whose = "libvirt" if name.startswith("virbr") else "docker"
+        bridge = "a bridge inside that host" if hosts else f"most often {whose}'s own bridge inside a host"
+        f.fields["bridge"] = "an address inside each of these hosts" if inside else bridge
         where = f" (and GLOO_SOCKET_IFNAME) on {', '.join(hosts[:3]) or 'the host that has this address'}"
         shared = _shared_interface(found, hosts)
         of_others = {dev for host, (dev, _) in found.interfaces.items() if host not in hosts and not _BRIDGE.match(dev)}
         f.fields["use"] = f"={shared}{where}" if shared else f" to the interface that all hosts share{where}"
         if not (shared or inside):
-            there = f" (there {min(of_others)})" if of_others else ""
-            ifnames = ",".join(dict.fromkeys((name, *_BRIDGES.values(), "lo")))
-            f.fields["use"] = (
-                f"{where} to its interface in the network of the other hosts{there}, or NCCL_SOCKET_IFNAME=^{ifnames}"
-            )
+            there = f"other hosts (there {min(of_others)})" if of_others else "other hosts"
+            names = ",".join(dict.fromkeys((name, *_BRIDGES.values(), "lo")))
+            f.fields["use"] = f"{where} to its interface in the network of the {there}, or NCCL_SOCKET_IFNAME=^{names}"
 
 
 def _shared_interface(found: Collected, hosts: Sequence[str]) -> str:
@@ -273,14 +259,11 @@ _MORE = {"store_connect": _why_unreached, "clients": of_announced, "closed": _of
 
 def _numbered(found: Collected) -> set[str]:
     """Return the forms of launchers' labels whose number is the rank: each label of that form with known ranks has that one rank."""
-    forms: dict[str, set[bool]] = {}
-    several: dict[str, set[str]] = {}
+    forms: dict[str, list[bool]] = {}
     for label, ranks in found.of_label.items():
         numbers = _NUMBER.findall(label)
-        form = _NUMBER.sub("#", label)
-        forms.setdefault(form, set()).add(bool(numbers) and ranks == {int(numbers[-1])})
-        several.setdefault(form, set()).add(label)
-    return {form for form, same in forms.items() if same == {True} and len(several[form]) > 1}
+        forms.setdefault(_NUMBER.sub("#", label), []).append(bool(numbers) and ranks == {int(numbers[-1])})
+    return {form for form, same in forms.items() if all(same) and len(same) > 1}
 
 
 def _rank_of(found: Collected, f: Fact, of_file: Mapping[Path, int]) -> int | None:
@@ -376,7 +359,6 @@ def first_waits(found: Collected) -> dict[tuple[object, ...], Fact]:
 
 
 def first_site(facts: Iterable[Fact]) -> Site | None:
-    """Return the first known site of these facts."""
     return next((f.site for f in facts if f.site is not None), None)
 
 

@@ -12,7 +12,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from distdiag.sources.logs.facts import Collected, Fact, Loss, Pace
 from distdiag.sources.logs.join import KERNEL, active_again
@@ -221,29 +223,23 @@ class Later:
 
     def _shown_before(self, line: int, tail: Sequence[tuple[int, bytes]]) -> bool:
         """True if a shell's command that shows a file comes before a line, in the begin or the end of the file."""
-        return any(
-            first + block.count(b"\n", 0, m.start()) < line
-            for first, block in ((1, self._head), *tail)
-            for m in _SHOWS.finditer(block)
-        )
+        blocks = ((1, self._head), *tail)
+        shown = ((first, block[: m.start()]) for first, block in blocks for m in _SHOWS.finditer(block))
+        return any(first + before.count(b"\n") < line for first, before in shown)
 
     def _starts(self, path: Path, text: str) -> bool:
         """True if a line is a shell's command that may start a job; after one that shows another file, drop what was read."""
         prompt = _PROMPT.match(text)
-        if prompt is not None and prompt["shows"] is not None:
-            self._forget(path)
-        return prompt is not None and prompt["shows"] is None
-
-    def _forget(self, path: Path) -> None:
-        """Drop what was read of a file's last lines: they quote another file."""
-        self.progress = {key: lines for key, lines in self.progress.items() if key[0] != path}
-        self.well = {key: line for key, line in self.well.items() if key[0] != path}
-        self.loss = {key: loss for key, loss in self.loss.items() if key[0] != path}
-        self.said = {key: text for key, text in self.said.items() if key[0] != path}
-        self.fatal = {key: line for key, line in self.fatal.items() if key[0] != path}
+        if prompt is None or prompt["shows"] is None:
+            return prompt is not None
+        by_keys: list[dict[Any, Any]] = [self.progress, self.well, self.loss, self.said, self.fatal]
+        for by_key in by_keys:
+            for key in [key for key in by_key if key[0] == path]:
+                del by_key[key]
         for by_path in (self.steps, self.times, self.errors, self.bars, self.finished):
             by_path.pop(path, None)
         self.stepped = {key for key in self.stepped if key[0] != path}
+        return False
 
     def _before(self, path: Path, number: int, text: str, progress: re.Match[str] | None) -> None:
         """Note what a line before the first failure shows: progress, or that the work was done by then."""
@@ -252,27 +248,25 @@ class Later:
             self.stepped_at.setdefault(path, number)
         if progress or number <= self.restarts.get(path, 0):
             self.over.setdefault(path, (0, ""))
-        elif path not in self.over and any(s in ("job", "file", "part") and regex.search(text) for s, regex in _WELL):
+        elif path not in self.over and any(scope in ("job", "file", "part") for scope, _ in _words_of_end(text)):
             self.over[path] = number, PREFIX.sub("", text).strip()
         if _AGENT.search(text) is not None:
             self.well.setdefault((path, "agent"), number)
 
     def _finish(self, path: Path, number: int, text: str, goes_on: bool) -> None:
         """Note the last line by which the whole job ended well, unless it goes on, or more work begins, after that."""
-        if path not in self.finished and (goes_on or _BEGINS.search(text) or number <= self.restarts.get(path, 0)):
+        if path in self.finished:
+            return
+        if goes_on or _BEGINS.search(text) or number <= self.restarts.get(path, 0):
             self.finished[path] = 0
-        elif path not in self.finished and _OF_END.search(text):
-            words = (regex.search(text) for scope, regex in _WELL if scope in ("job", "file"))
-            if any(m is not None and _OF_PART.search(text[: m.start()]) is None for m in words):
-                self.finished[path] = number
+        elif any(scope in ("job", "file") and _OF_PART.search(text[:at]) is None for scope, at in _words_of_end(text)):
+            self.finished[path] = number
 
     def _said(self, key: tuple[Path, int | None, int | None], text: str, before: bool) -> None:
         """Keep a line that is no error: the last one of a process, and its last one before a failure, unless it went on after that."""
-        if (
-            (before or key not in self.said)
-            and _NO_PROGRESS.search(text) is None
-            and not ("File " in text or _RULE.match(text))
-        ):
+        if not before and key in self.said:
+            return
+        if _NO_PROGRESS.search(text) is None and not ("File " in text or _RULE.match(text)):
             self.said.setdefault(key, text)
             if before and _OF_LIBRARY.search(text) is None:
                 self.earlier.setdefault(key, "" if key in self.stepped else text)
@@ -295,13 +289,12 @@ class Later:
 
     def _line(self, path: Path, number: int, text: str, who: Writer, progress: re.Match[str] | None) -> None:
         shown, self._next = f"{text} {self._next}" if text.startswith("Ran ") else text, text.strip()
-        if _OF_END.search(text) is not None:
-            for scope, regex in _WELL:
-                if regex.search(text) is not None and (scope != "exit" or _names(who, who.rank) == [_NAMELESS]):
-                    self.well.setdefault((path, scope), number)
-            if _TESTED.search(shown) is not None:
-                self.tests.add(path)
-                self.well.setdefault((path, "file"), number)
+        for scope, _ in _words_of_end(text):
+            if scope != "exit" or _names(who, who.rank) == [_NAMELESS]:
+                self.well.setdefault((path, scope), number)
+        if _OF_END.search(text) is not None and _TESTED.search(shown) is not None:
+            self.tests.add(path)
+            self.well.setdefault((path, "file"), number)
         if who.rank is not None and (m := _TOOK.search(text)) is not None:
             self.took.setdefault(who.rank, (float(m["s"]), PREFIX.sub("", text).strip()))
         if progress is None:
@@ -325,10 +318,9 @@ class Later:
 
     def moving(self, path: Path, line: int) -> str:
         """Return which progress bar moved on after a line, and how far it came; empty if none did."""
-        last = next((m for number, m in self.bars.get(path, ()) if number > line and m["n"] != m["of"]), None)
-        if last is None or not any(
-            m["what"] == last["what"] and int(m["n"]) < int(last["n"]) for _, m in self.bars[path]
-        ):
+        bars = self.bars.get(path, ())
+        last = next((m for number, m in bars if number > line and m["n"] != m["of"]), None)
+        if last is None or not any(m["what"] == last["what"] and int(m["n"]) < int(last["n"]) for _, m in bars):
             return ""
         return f"`{last['what']}`: {int(last['n']):,} of {int(last['of']):,}, {last['left']} left"
 
@@ -351,10 +343,8 @@ class Later:
             errors: (file, line, text) of the last lines that look like errors.
         """
         last = {(path, line) for (path, scope), line in self.well.items() if scope in ("job", "file", "agent", "exit")}
-        ended = {
-            path for path, line in last
-            if not self.after(path, line) and not any(p == path and number > line for p, number, _ in errors)
-        }  # fmt: skip
+        last -= {(path, line) for path, line in last if any(p == path and number > line for p, number, _ in errors)}
+        ended = {path for path, line in last if not self.after(path, line)}
         return bool(ended) and ended >= {path for path, _ in self.progress}
 
     def went_on(self, path: Path, first: int, last: int | None = None) -> bool:
@@ -378,6 +368,13 @@ def _progress(text: str) -> re.Match[str] | None:
     return m if m is not None and _NO_PROGRESS.search(text) is None else None
 
 
+@lru_cache(1 << 10)
+def _words_of_end(text: str) -> list[tuple[str, int]]:
+    """Return (scope, place) of the words of a line that a job ended well, of those in `_WELL`."""
+    found = ((scope, regex.search(text)) for scope, regex in _WELL) if _OF_END.search(text) is not None else ()
+    return [(scope, m.start()) for scope, m in found if m is not None]
+
+
 def pace(tail: Sequence[tuple[int, bytes]]) -> Pace | None:
     """Return the times of the end of a file; None if there is too little progress, or the lines have no time."""
     raws = [item for first, block in tail for item in enumerate(block.split(b"\n"), first)]
@@ -391,18 +388,15 @@ def pace(tail: Sequence[tuple[int, bytes]]) -> Pace | None:
     rest = [text for _, text in after]
     shapes = Counter(_NUMBER.sub("#", text) for text in rest)
     own = [text for text in rest if shapes[_NUMBER.sub("#", text)] < FEW]
-    if any(regex.search(text) is not None for text in own for _, regex in _WELL):
+    if any(map(_words_of_end, own)):
         return None
     last, end = ([at[1] for text in some if (at := time_of(text)) and at[0] == "iso"] for some in (own, rest))
     names = {(who.rank, who.name) for text in rest for _, who in messages(text)}
     alone = len(rest) >= FEW and len(names) == 1 and names != {(None, "")} and all(map(_RETRIES.search, rest))
-    longest_s = max(b - a for a, b in itertools.pairwise(times))
-    return Pace(
-        max([times[-1], *last]) if not alone else times[-1],
-        longest_s,
-        max([times[-1], *end]),
-        tuple(after) if alone else (),
-    )
+    longest_s, end_s = max(b - a for a, b in itertools.pairwise(times)), max([times[-1], *end])
+    if alone:
+        return Pace(times[-1], longest_s, end_s, tuple(after))
+    return Pace(max([times[-1], *last]), longest_s, end_s, ())
 
 
 def _names(who: Writer, rank: int | None) -> list[tuple[str, object]]:
@@ -416,10 +410,9 @@ class _Ends:
 
     def __init__(self, facts: Sequence[Fact], later: Later) -> None:
         self.last: dict[object, int] = {}  # by file, and by file and process
-        self.exits = {
-            name for f in facts if f.role is Role.EXIT for name in (f.rank, f.number("pid")) if name is not None
-        }
-        self.exit = {f.path for f in facts if f.role is Role.EXIT}
+        exits = [f for f in facts if f.role is Role.EXIT]
+        self.exits = {name for f in exits for name in (f.rank, f.number("pid"))} - {None}
+        self.exit = {f.path for f in exits}
         self.began = _begins(facts, later)
         for f in (f for f in facts if f.role in _ENDS):
             own = [(f.path, name) for name in _names(f.who, f.rank)] if f.role is not Role.EXIT else []
@@ -451,14 +444,19 @@ def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
 
 def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     """Return (facts that count, failures that are past): the process or the job went on after them, or ended well."""
+    # a scheduler reports that a request waits, in the log of a job that ran: Ray starts all its ranks at once
     stepped = bool(later.progress) or later.began
-    found.facts = [f for f in found.facts if not _started_since(f, stepped, bool(found.ranks))]
+    waited = {id(f) for f in found.named("not_started") if stepped and _PENDING.search(f.fields["what"]) is not None}
+    waited |= {id(f) for f in found.named("not_scheduled") if stepped or found.ranks}
+    found.facts = [f for f in found.facts if id(f) not in waited]
     facts = [f for f in found.facts if f.role in _ENDS or f.role is Role.STOP]
     ends = _Ends(facts, later)
     job = any(scope == "job" and not ends.after(path, line) for (path, scope), line in later.well.items())
     past = {id(f) for f in facts if job or _ended_well(f, later, ends) or _went_on(f, later, ends)}
     past |= _of_programs(facts, later)
-    own = _logs_of_nodes(found, later, facts)
+    # the files that only the kernel or the host of a node writes: no rank, no step and no other failure is in them
+    of_job = {f.path for f in facts if not f.message.of_node} | {p for p, _ in later.progress}
+    own = {f.path for f in facts} - of_job - later.over.keys() - found.by_path.keys()
     for f in (f for f in facts if f.path in own):
         f.of_host = True
         past |= {id(f)} if _outlived(f, later, own) else set()
@@ -479,8 +477,11 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
         elsewhere = of_ranks - {f.path} if not final and f.path in found.of_file else set[Path]()
         progress = elsewhere or later.after(f.path, f.line) or (f.of_host and with_steps)
         f.doubtful = later.went_on(f.path, f.line, until) if final else bool(progress) and not f.uncaught
-        if final and f.doubtful and f.role is Role.CAUSE and _before_another(f, later, causes.get(f.path, 0)):
-            past.add(id(f))
+        if final and f.doubtful and f.role is Role.CAUSE:
+            # of no known process, or long before the last cause: it did not end the job, which went on after it
+            last = causes.get(f.path, 0)
+            if not _names(f.who, f.rank)[0][0] or (last > f.line and later.went_on(f.path, f.line, last)):
+                past.add(id(f))
         if not final and (_others_went_on(f, later, ends) or any(_survived(f.who.at, later, p) for p in elsewhere)):
             past.add(id(f))
             if f.role is Role.EXIT and later.went_on(f.path, f.line):
@@ -488,10 +489,9 @@ def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     past |= {id(f) for f in left if f.line <= over.get(f.path, 0)}
     of_kernel = {id(f) for f in facts if f.path in own or KERNEL.search(f.text) is not None}
     ends = _Ends([f for f in facts if id(f) not in of_kernel], later)
-    well = any(number for p, (number, _) in later.over.items() if p not in own) or any(
-        p not in own and scope not in ("exit", "process", "server") and not ends.after(p, line)
-        for (p, scope), line in later.well.items()
-    )
+    parts = ((p, line) for (p, scope), line in later.well.items() if scope not in ("exit", "process", "server"))
+    well = any(p not in own and not ends.after(p, line) for p, line in parts)
+    well = well or any(number for p, (number, _) in later.over.items() if p not in own)
     if well and past | of_kernel >= {id(f) for f in facts}:
         for f in (f for f in facts if id(f) not in past):
             f.of_host = True
@@ -528,29 +528,13 @@ def name_shared_stores(found: Collected, later: Later) -> None:
     torchrun serves the store of its c10d rendezvous; if the port is in use, it becomes a client of the process that has it.
     """
     for taken in [f for f in (*found.facts, *found.past) if f.name == "port_in_use"]:
-        lost = [
-            f
-            for f in found.named("keep_alive", "rendezvous")
-            if f.path == taken.path and f.line > taken.line and "ConnectionError" in f.text
-        ]
+        lost = [f for f in found.named("keep_alive", "rendezvous") if "ConnectionError" in f.text]
+        lost = [f for f in lost if f.path == taken.path and f.line > taken.line]
         if lost and later.between(taken.path, taken.line, min(f.line for f in lost)):
             for f in lost:
                 f.fields.setdefault("taken", f"{taken.line:,}")
-            found.facts = [f for f in found.facts if f.name != "port_in_use" or f.path != taken.path]
-            found.past = [f for f in found.past if f.name != "port_in_use" or f.path != taken.path]
-
-
-def _started_since(f: Fact, stepped: bool, ranks: bool) -> bool:
-    """True if a scheduler reports that a request waits, in the log of a job that ran: Ray starts all its ranks at once."""
-    passing = f.name == "not_started" and _PENDING.search(f.fields["what"]) is not None
-    return (stepped and passing) or ((stepped or ranks) and f.name == "not_scheduled")
-
-
-def _logs_of_nodes(found: Collected, later: Later, facts: Sequence[Fact]) -> set[Path]:
-    """Return the files that only the kernel or the host of a node writes: no rank, no step and no other failure is in them."""
-    of_job = {f.path for f in facts if not f.message.of_node} | {p for p, _ in later.progress} | later.over.keys()
-    of_job |= found.by_path.keys()
-    return {f.path for f in facts} - of_job
+            for facts in (found.facts, found.past):
+                facts[:] = [f for f in facts if (f.name, f.path) != (taken.name, taken.path)]
 
 
 def _outlived(f: Fact, later: Later, own: Collection[Path]) -> bool:
@@ -607,11 +591,6 @@ def _went_on(f: Fact, later: Later, ends: _Ends) -> bool:
             ended = f.rank in ends.exits or f.who.pid in ends.exits
             return not ended or later.after(f.path, f.line, name) > later.after(f.path, ends.last[f.path, name], name)
     return False
-
-
-def _before_another(f: Fact, later: Later, last: int) -> bool:
-    """True if what ended the job is not a failure after which it went on: of no known process, or long before the last one that is a cause."""
-    return not _names(f.who, f.rank)[0][0] or (last > f.line and later.went_on(f.path, f.line, last))
 
 
 def _others_went_on(f: Fact, later: Later, ends: _Ends) -> bool:

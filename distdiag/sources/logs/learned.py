@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from distdiag.sources.logs import slow
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line
@@ -25,15 +25,13 @@ _NODE = bounded(r"'(?P<host>[\w.-]{1,253})': \[(?P<ranks>[\d, ]{1,900})\]")
 _INTERFACE = bounded(r"\[\d{1,2}\]([\w.-]{1,40}):([\w.:]{3,60})<")
 _OF_ONE_LAUNCH = bounded(r" --(?:master|rdzv)[-_](?:port|endpoint|id)[= ]\S{1,300}")
 Of = Mapping[str, str]  # the fields of a line
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 
 def _int(text: str) -> int:
     return int(text[:MAX_DIGITS])
 
 
-def _put(into: dict[_K, _V], key: _K, value: _V) -> None:
+def _put(into: dict[Any, Any], key: object, value: object) -> None:
     """Set a value, unless there are too many."""
     if len(into) < MAX_WRITERS:
         into[key] = value
@@ -62,7 +60,6 @@ class Learned:
         self._methods: dict[str, Callable[[Of, Line], None]] = {m.name: getattr(self, m.name) for m in facts}
 
     def take(self, name: str, of: Of, line: Line) -> None:
-        """Take what a line says."""
         if name in self._methods:
             self._methods[name](of, line)
         elif len(self.found.series) < MAX_WRITERS:
@@ -167,12 +164,11 @@ class Learned:
         if len(self.found.masters) < MAX_WRITERS:
             self.found.masters.setdefault(line.who.label or line.path.name, {}).update(of)
 
-    def no_name(self, of: Of, line: Line) -> None:
-        why = f"the name {of['peer']} does not resolve ({of['why']})"
-        self.found.unreached[line.path, line.who.process or line.who.label] = why
+    def no_answer(self, of: Of, line: Line, why: str = "") -> None:
+        self.found.unreached[line.path, line.who.process or line.who.label] = why or of["why"].lower()
 
-    def no_answer(self, of: Of, line: Line) -> None:
-        self.found.unreached[line.path, line.who.process or line.who.label] = of["why"].lower()
+    def no_name(self, of: Of, line: Line) -> None:
+        self.no_answer(of, line, f"the name {of['peer']} does not resolve ({of['why']})")
 
     def port_active(self, of: Of, line: Line) -> None:
         back = self._fact("port_active", of, line)

@@ -105,7 +105,6 @@ class Bounds:
         self.tail: deque[tuple[int, bytes]] = deque()
 
     def start(self, path: Path) -> None:
-        """Begin with a file."""
         self._path, self.late, self.head, self.tail, self.pids = path, False, b"", deque(), {}
         self._after = self._near = -1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from distdiag.diagnosis.kinds import KINDS
 from distdiag.diagnosis.model.findings import Certainty, Finding, Severity, Where, at_least
@@ -81,13 +81,11 @@ class Recorded:
             self._open = self._keep(m, m["cause"], Certainty.SUSPECTED if m["suspected"] else Certainty.PROVED)
         else:
             self._open = None
-            if (m := _CLEARED.match(text)) is not None:
+            short = _SHORT.match(text)
+            if (m := _CLEARED.match(text) or (short if short is not None and short["cleared"] else None)) is not None:
                 self.found.pop((m["kind"], m["message"]), None)
-            elif (m := _SHORT.match(text)) is not None:
-                if m["cleared"]:
-                    self.found.pop((m["kind"], m["message"]), None)
-                else:
-                    self._keep(m, None, Certainty.SUSPECTED)
+            elif short is not None:
+                self._keep(short, None, Certainty.SUSPECTED)
             elif (m := _VERDICT.match(text)) is not None:
                 self.run, self._over = m["run"], True
             elif text == _ENDED or text.startswith(f"{_ENDED}: "):
@@ -98,12 +96,9 @@ class Recorded:
 
         The lines name no culprit as such: it is the rank of `where` if other ranks wait.
         """
-        kept = [
-            msgspec.structs.replace(f, culprits=_ranks(f.where) if f.waiting else (), victims=_ranks(f.waiting))
-            for f in self.found.values()
-            if at_least(f.severity, Severity.WARNING)
-        ]
-        return sorted(kept, key=lambda f: f.severity != Severity.ERROR)
+        shown = [f for f in self.found.values() if at_least(f.severity, Severity.WARNING)]
+        shown.sort(key=lambda f: f.severity != Severity.ERROR)
+        return [replace(f, culprits=_ranks(f.where) if f.waiting else (), victims=_ranks(f.waiting)) for f in shown]
 
     def _keep(self, m: re.Match[str], cause: str | None, certainty: str) -> tuple[str, str] | None:
         kind, message = m["kind"], m["message"]
@@ -119,7 +114,7 @@ class Recorded:
             new = Finding(kind=kind, cause=cause, certainty=certainty, severity=severity, message=message)
             if before is not None and cause in (None, self._live[before].cause):
                 old = self._live.pop(before)
-                new = msgspec.structs.replace(old, severity=severity, message=message)
+                new = replace(old, severity=severity, message=message)
             self.found[key] = new
         return key if key in self.found else None
 
@@ -127,14 +122,12 @@ class Recorded:
         f = self.found[key]
         if label == "more":
             self._open = f.kind, f"{f.message}; {text}"
-            self.found[self._open] = msgspec.structs.replace(self.found.pop(key), message=self._open[1])
-        elif label == "cost":
-            self.found[key] = msgspec.structs.replace(f, cost=text)
-        elif label == "do":
-            self.found[key] = msgspec.structs.replace(f, advice=text)
-        else:
+            self.found[self._open] = replace(self.found.pop(key), message=self._open[1])
+        elif label == "where":
             where, _, waiting = text.partition("; waiting: ")
-            self.found[key] = msgspec.structs.replace(f, where=_sites(where), waiting=_sites(waiting))
+            self.found[key] = replace(f, where=_sites(where), waiting=_sites(waiting))
+        else:
+            self.found[key] = replace(f, **{"cost" if label == "cost" else "advice": text})
 
 
 def _ranks(sites: tuple[Where, ...]) -> tuple[int, ...]:

@@ -41,8 +41,7 @@ def findings(found: Collected) -> list[Finding]:
         out.append(_fingerprints(calls))
     if differ := found.named("hccl_differs"):
         out.append(_arguments(found, differ))
-    if len(_by_shape(found.named("process_shape"))) > 1:
-        out.append(_shapes_given(found.named("process_shape")))
+    out += _shapes_given(found.named("process_shape"))
     if models := found.named("ddp_shape") or _counted(found, real=True):
         out.append(_shapes(models) if models[0].name == "ddp_shape" else _counts(models))
     if versions := found.named("nccl_version"):
@@ -67,20 +66,17 @@ def _differ(
     return finding(kind, cause, facts, message, advice, culprits=fewer(sides), victims=ranks, proved=proved, **more)
 
 
-def _by_shape(facts: Iterable[Fact]) -> dict[str, set[int]]:
-    """Return the ranks that gave each shape to an operation of Accelerate, which compared them."""
+def _shapes_given(facts: list[Fact]) -> list[Finding]:
+    """Return the finding on ranks that gave different shapes to an operation of Accelerate, which compared them."""
     sides: dict[str, set[int]] = {}
     for f in facts:
         sides.setdefault(f.fields["shape"], set()).add(int(f.fields["a"]))
-    return sides
-
-
-def _shapes_given(facts: list[Fact]) -> Finding:
-    sides = _by_shape(facts)
+    if len(sides) < 2:
+        return []
     texts = [f"{shape} on {rank_list(sorted(ranks))}" for shape, ranks in list(sides.items())[:4]]
     message = f"the ranks passed different shapes to one operation of Accelerate: {', '.join(texts)}"
     advice = "pad them to one shape first (accelerator.pad_across_processes), or use gather_for_metrics for the last, smaller batch"
-    return _differ("mismatch", "shape", facts, sides.values(), message, advice)
+    return [_differ("mismatch", "shape", facts, sides.values(), message, advice)]
 
 
 def _arguments(found: Collected, facts: list[Fact]) -> Finding:
@@ -91,19 +87,16 @@ def _arguments(found: Collected, facts: list[Fact]) -> Finding:
     for f in facts:
         if f.rank is not None and not f.of_node:
             sides[f.fields["has"]].add(f.rank)
-    texts = [
-        f"{value} on {rank_list(sorted(q)) if q else 'a rank that the log does not name'}"
-        for value, q in list(sides.items())[:4]
-    ]
+    ranks = {value: rank_list(sorted(q)) if q else "a rank that the log does not name" for value, q in sides.items()}
+    texts = [f"{value} on {who}" for value, who in list(ranks.items())[:4]]
     op = op_name(of["tag"])
     site = first_site(facts) or first_site([f for f in found.facts if f.rank in set().union(*sides.values())])
     what = _HCCL_CAUSES.get(of["parameter"], "op")
     message = f"the ranks passed different arguments to one {op}{at(site)}: {of['parameter']} is {', '.join(texts)}"
     advice = f"look at what they pass there: make its {'length' if what == 'shape' else of['parameter']} equal on all ranks{' (pad it, or agree on the length first)' if what == 'shape' else ''}; the ranktable and the network are not the cause"
-    ranks: Collection[Collection[int]] = sides.values() if all(sides.values()) else [set().union(*sides.values())]
-    return _differ(
-        "mismatch", what, facts, ranks, message, advice, proved=all(sides.values()), collective=CollectiveRef(op, "")
-    )
+    proved, call = all(sides.values()), CollectiveRef(op, "")
+    both: Collection[Collection[int]] = sides.values() if proved else [set().union(*sides.values())]
+    return _differ("mismatch", what, facts, both, message, advice, proved=proved, collective=call)
 
 
 def derived(found: Collected) -> list[Finding]:
@@ -139,9 +132,8 @@ def _versions(found: Collected, facts: list[Fact]) -> Finding:
     texts = []
     for v, ranks in sorted(by_version.items(), key=lambda item: len(item[1])):
         on = f" on {of_label[min(ranks)]}" if len(ranks) == 1 and min(ranks) in of_label else ""
-        texts.append(
-            f"{rank_list(sorted(ranks))}{on} {verb(ranks, 'has', 'have')} NCCL {v // 10000}.{v // 100 % 100}.{v % 100}"
-        )
+        version = f"{v // 10000}.{v // 100 % 100}.{v % 100}"
+        texts.append(f"{rank_list(sorted(ranks))}{on} {verb(ranks, 'has', 'have')} NCCL {version}")
     advice = "install the same torch (and NCCL) on all nodes, or use one image; compare `python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'`"
     message, sides = f"{', '.join(texts)}: NCCL does not mix versions", by_version.values()
     return _differ("rank_lost", "crashed", facts, sides, message, advice, proved=bool(fewer(sides)), cost=_BEFORE)
@@ -167,9 +159,8 @@ def of_versions(found: Collected) -> list[Finding]:
         ranks = sorted({rank for rank, _, _ in writers if rank is not None})
         hosts = some([host for _, host, _ in writers if host])
         who = rank_list(ranks) + (f" on {hosts}" if hosts else "") if ranks else hosts
-        texts.append(
-            f"{who or 'a process of ' + some([file for _, _, file in writers])} {'run' if len(ranks) > 1 else 'runs'} NCCL {version}"
-        )
+        who = who or f"a process of {some([file for _, _, file in writers])}"
+        texts.append(f"{who} {'run' if len(ranks) > 1 else 'runs'} NCCL {version}")
     message = f"{', '.join(texts)}: NCCL does not mix versions"
     advice = "run one version of torch and NCCL on all nodes: one container image, or the same environment; see LD_LIBRARY_PATH and LD_PRELOAD there, which may lead to another libnccl.so"
     return [finding("rank_lost", "crashed", failed, message, advice, victims=ranks_of(failed), cost=_BEFORE)]

@@ -6,6 +6,7 @@ Three tables, one for each stage of `verdict.judge`. Of the rows of a stage, in 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 _ANY = ("0.0.0.0", "::")
 NO_ROUTE = bounded(r"No route to host|Network is unreachable")
+_REFUSED = bounded(r"Connection refused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +57,14 @@ class Row:
     proved: bool = False
 
 
-def _refused(facts: Sequence[Fact]) -> bool:
-    return all("Connection refused" in f.fields.get("reason", f.text) for f in facts)
-
-
-def _no_route(facts: Sequence[Fact]) -> bool:
-    return all(NO_ROUTE.search(f.fields.get("reason", f.text)) for f in facts)
+def _reason(regex: re.Pattern[str]) -> Callable[[Sequence[Fact]], bool]:
+    """Return a test whether all lines have such a reason."""
+    return lambda facts: all(regex.search(f.fields.get("reason", f.text)) for f in facts)
 
 
 def _where(fact: Fact) -> str:
     """Return on which host, or in which file, a process wrote a line."""
     return fact.who.host or fact.who.label or fact.file or "a host"
-
-
-def _too_many(fact: Fact) -> bool:
-    return (fact.number("joined") or 0) > (fact.number("expected") or 0)
-
-
-def _could_not_connect(fact: Fact) -> bool:
-    return "closed by" not in fact.fields["reason"]
 
 
 _LATE, _LOST, _SET = "timeout/late_rank", "rank_lost/silent", "rank_lost/configuration"
@@ -201,7 +192,7 @@ START_ROWS = (
     Row("clients", _LOST, "{left} of {expected} ranks had not joined{after}{at}: the log does not say which", _STARTED,
         ("{culprits} had not joined{after}{at}, as far as the log shows: {joined} of {expected} ranks had, and it has lines of all others", _STARTED), blames=blamed.absent_clients),
     Row("store_barrier store_waiting", _SET, "{joined} processes have joined a job of {expected} ranks: it was launched twice, or processes of an earlier one use the same store",
-        "end the processes of earlier launches on all nodes, and give this one another --master-port (--rdzv-id)", pick=_too_many, blames=blamed.absent_at_barrier),
+        "end the processes of earlier launches on all nodes, and give this one another --master-port (--rdzv-id)", pick=lambda f: (f.number("joined") or 0) > (f.number("expected") or 0), blames=blamed.absent_at_barrier),
     Row("store_barrier", _LOST, "{left} of {expected} ranks did not reach init_process_group or new_group in time: the log does not say which",
         "see the logs of all nodes for a rank that failed or is still busy; all ranks must make every new_group call",
         ("{culprits} did not reach init_process_group or new_group in time{at}: {joined} of {expected} ranks had joined",
@@ -214,7 +205,7 @@ START_ROWS = (
     Row("full_mesh", _SET, _ITSELF + ": the host of that rank gave it as its own", _OWN_NAME.format(there="each host's"),
         (_ITSELF + ": {culprits}, whose connections were then closed, most likely gave it", _OWN_NAME.format(there="on the host of {culprits}, its")),
         pick=lambda f: f.fields.get("peer", "").startswith("127."), blames=blamed.gave_loopback, subject="a node"),
-    Row("full_mesh", _LOST, _MESH, _SHARED, pick=_could_not_connect, subject="a node"),
+    Row("full_mesh", _LOST, _MESH, _SHARED, pick=lambda f: "closed by" not in f.fields["reason"], subject="a node"),
     Row("full_mesh", _LOST, _MESH, _SHARED, subject="a node"),
     Row("keep_alive rendezvous", _SET, "torchrun lost its rendezvous: its port was in use at the start (line {taken}), so it used the store that another launcher serves there, most likely one of another job, and that one ended",
         "give each job on this host its own store: torchrun --standalone, or another port (--rdzv-endpoint=localhost:0, --master-port); then resume from the newest checkpoint; if both launchers are of this job, read the other one's log",
@@ -259,8 +250,8 @@ LOST_ROWS = (
     Row("closed", _SET, "{who} could not make a connection{to}{at}: that is {bridge}, which other hosts cannot reach",
         "set NCCL_SOCKET_IFNAME{use}: NCCL has to use an interface by which the other hosts reach it", pick=lambda f: "bridge" in f.fields, subject="a process", more=lambda facts: {"use": facts[0].fields.get("use", "")}, blames=blamed.silent_of_job),
     Row("closed store_lost lost", _SET, "{who} could not make a connection{to}{at}: a firewall rejects it, or no route leads there",
-        "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_no_route, subject="a process", blames=blamed.silent_of_job),
-    Row("closed store_lost lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_refused, subject="a process", blames=blamed.silent_of_job),
+        "open the ports between these hosts (iptables, firewalld, security groups: NCCL and gloo use any port), and see the route: `ip route get ADDRESS`; or choose another interface: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", when=_reason(NO_ROUTE), subject="a process", blames=blamed.silent_of_job),
+    Row("closed store_lost lost", _LOST, "{who} could not make a connection{to}{at}: nothing listens there (any more), or a firewall is between them{nothing}", _ENDED, when=_reason(_REFUSED), subject="a process", blames=blamed.silent_of_job),
     Row("closed store_lost lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended{nothing}", _ENDED,
         when=lambda facts: all(f.name == "store_lost" for f in facts), subject="a process", blames=blamed.silent_of_job),
     Row("closed store_lost lost", _LOST, "{who} lost a connection{to}{at}: the process at the other end had ended, or the network broke{nothing}", _ENDED, subject="a process", blames=blamed.silent_of_job),
@@ -298,15 +289,15 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     fields = _fields(facts, culprits, victims, row.subject)
     bar = next((found.bars[f.path] for f in facts if found.bars.get(f.path)), "")
     fields |= {"bar": f"; a progress bar moved on while they waited ({bar})" if bar else ""}
-    fields |= row.more(facts) | {"came": _came(found), "settings": _settings(found)} | _server(found)
+    fields |= row.more(facts) | _of_job(found) | {"settings": _settings(found)}
     kind, _, cause = row.kind.partition("/")
+    waited = row.kind in (_LATE, "stall/unknown") and not fields["printed"]
     went_on = kind == "rank_lost" and (found.steps or found.began)
     return finding(
         kind,
         cause,
         facts,
-        text.format_map(fields)
-        + (last_words(found, culprits) if row.kind in (_LATE, "stall/unknown") and not fields["printed"] else ""),
+        text.format_map(fields) + (last_words(found, culprits) if waited else ""),
         remedy(fields["warning"], advice.format_map(fields)),
         culprits=culprits,
         victims=victims,
@@ -316,35 +307,24 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     )
 
 
-def _came(found: Collected) -> str:
-    """Return which nodes came to a rendezvous, if some did not."""
-    if not 0 < (came := len(found.nodes_came)) < found.nodes_wanted:
-        return ""
-    nodes = some(sorted(found.nodes_came))
-    return f"; of the {found.nodes_wanted:,} nodes that it needs, the log shows {came:,} that came: {nodes}"
-
-
-def _server(found: Collected) -> dict[str, str]:
-    """Return the host of the job's store, as its clients name it, and the ranks of which no log has a line."""
+def _of_job(found: Collected) -> dict[str, str]:
+    """Return which nodes came to a rendezvous, if some did not; the host of the job's store; the ranks of which no log has a line."""
+    came, wanted = found.nodes_came, found.nodes_wanted
+    shown = f"; of the {wanted:,} nodes that it needs, the log shows {len(came):,} that came: {some(sorted(came))}"
     absent = sorted(set(range(min(max(found.ranks, default=0), MAX_RANKS))) - found.ranks)
-    return {
-        "server": f" ({min(found.servers)})" if len(found.servers) == 1 else "",
-        "absent": f"; no log has a line of {rank_list(absent)}" if absent else "",
-    }
+    without = f"; no log has a line of {rank_list(absent)}" if absent else ""
+    server = f" ({min(found.servers)})" if len(found.servers) == 1 else ""
+    return {"came": shown if 0 < len(came) < wanted else "", "server": server, "absent": without}
 
 
 def _settings(found: Collected) -> str:
     """Return which settings of NCCL differ between the hosts that print theirs."""
     hosts = sorted(found.settings.keys() | found.interfaces.keys())
-    of_host = {
-        key: {h: found.settings.get(h, {}).get(key, "not shown") for h in hosts}
-        for key in sorted({key for s in found.settings.values() for key in s} - {"NCCL_SOCKET_IFNAME"})
-    }
-    texts = [
-        f"{key} is {some([f'{value} on {h}' for h, value in values.items()])}"
-        for key, values in of_host.items()
-        if len(set(values.values())) > 1
-    ]
+    texts = []
+    for key in sorted({key for of_host in found.settings.values() for key in of_host} - {"NCCL_SOCKET_IFNAME"}):
+        values = [found.settings.get(h, {}).get(key, "not shown") for h in hosts]
+        if len(set(values)) > 1:
+            texts.append(f"{key} is {some([f'{value} on {h}' for h, value in zip(hosts, values, strict=True)])}")
     return f"; {some(texts)}" if texts else ""
 
 
@@ -353,26 +333,23 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     first, by = facts[0].fields, facts[0].who
     out = Fields({k: shortened(v, 160 if k == "what" else 120) for f in reversed(facts) for k, v in f.fields.items()})
     by_ranks = [f for f in facts if f.rank is not None and not f.of_node] or facts  # whom the text names
-    peers = [
-        p for f in by_ranks if (p := f.fields.get("peer", "").rstrip(".,")) and (p not in HERE or "of_host" in f.fields)
-    ]
+    other = (f for f in by_ranks if "of_host" in f.fields or f.fields.get("peer", "").rstrip(".,") not in HERE)
+    peers = [peer for f in other if (peer := f.fields.get("peer", "").rstrip(".,"))]
     of_host = {f.fields.get("peer"): f.fields.get("of_host", "") for f in facts}
     named = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]
-    limit, stuck, after = (
-        blamed.highest(facts, "limit"),
-        blamed.highest(facts, "stuck_s"),
-        blamed.highest(facts, "after"),
-    )
+    limit, stuck, after = (blamed.highest(facts, key) for key in ("limit", "stuck_s", "after"))
     joined, expected = blamed.highest(facts, "joined") or 0, facts[0].number("expected") or 0
     ranks = tuple(victims) or job_ranks(facts)
+    there = by.label or by.host or first.get("pod") or first.get("host") or by.process
+    reports = verb(culprits, "reports", "report")
     out |= {
         "who": rank_list(victims) if victims else who(facts, subject),
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
         "they": verb(culprits, "it", "they"),
-        "reports": verb(culprits, "reports", "report"),
-        "nothing": f"; {rank_list(culprits)} {verb(culprits, 'reports', 'report')} nothing" if culprits else "",
+        "reports": reports,
+        "nothing": f"; {rank_list(culprits)} {reports} nothing" if culprits else "",
         "waits": verb(ranks or facts[:1], "waits", "wait"),
         "within": next((f.within for f in facts if f.within), ""),
         "call": f" to {first['what']}" if "what" in first else "",
@@ -386,9 +363,7 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "first": f"look at {', '.join(named)} first: " if named else "",
         "all_peers": some([p + of_host.get(p, "") for p in peers]),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
-        "there": f" on {name}"
-        if (name := by.label or by.host or first.get("pod") or first.get("host") or by.process)
-        else "",
+        "there": f" on {there}" if there else "",
         "on": f" on {some(names)}" if all(names := [f.who.host for f in facts]) else "",
         "on_host": f" on {hosts.pop()}" if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 else "",
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),

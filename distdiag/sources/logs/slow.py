@@ -18,13 +18,11 @@ REPORT_LINES = 16  # one report lists no more than the five worst and best ranks
 LEAST = 3  # reports; iterations before and after, apart from the first one
 _RANK = bounded(r"(?:\brank=|\()(\d{1,7})")
 KEPT = 512  # of one series: the first and the last ones
-_COST = "all ranks wait for it in every step"
 _CLOCK = "see why that GPU is clocked down (`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER` on its node: heat, a power limit); repair it, or take the node out"
 _OTHER = "see that rank's GPU (`nvidia-smi -q -d PERFORMANCE`) and its host (other processes, cores), and test it alone; take the node out if it stays slow"
 
 
 def keep(series: list[Fact], f: Fact) -> None:
-    """Add a line to its series."""
     series.append(f)
     if len(series) > KEPT:
         del series[KEPT // 2]
@@ -37,10 +35,9 @@ def growth(found: Collected) -> tuple[str, str]:
         always = len(gb) >= 2 * LEAST and all(b > a for a, b in itertools.pairwise(gb))
         if len(gb) >= LEAST and gb[-1] == max(gb) and (always or gb[-1] >= GROWN * gb[0]):
             lines = f"lines {series[0].line:,} to {series[-1].line:,}"
-            return (
-                f"; before that, the host memory in use rises from {gb[0]:,.0f} to {gb[-1]:,.0f} GB in the log ({lines})",
-                "; if it rises from step to step, find what grows: more memory only delays the end",
-            )
+            rises = f"rises from {gb[0]:,.0f} to {gb[-1]:,.0f} GB in the log ({lines})"
+            advice = "; if it rises from step to step, find what grows: more memory only delays the end"
+            return f"; before that, the host memory in use {rises}", advice
     return "", ""
 
 
@@ -69,8 +66,9 @@ def most_memory(found: Collected) -> tuple[str, str]:
         most_gb, next_gb = float(first.fields["gb"]), float(second.fields["gb"])
         if most_gb >= FACTOR * next_gb:
             what = f"{first.fields['command']} (pid {first.fields['pid']})"
+            most = f"{most_gb:,.0f} GB, the next process {next_gb:,.0f} GB (line {first.line:,})"
             return (
-                f"; {what} held most of it: {most_gb:,.0f} GB, the next process {next_gb:,.0f} GB (line {first.line:,})",
+                f"; {what} held most of it: {most}",
                 f"see what {what} keeps from step to step (data, results, a leak): the process that Ray killed need not be the cause; else give the job more host memory",
             )
     return "", ""
@@ -114,26 +112,25 @@ def _by_scores(series: Sequence[Fact], throttled: Sequence[Fact]) -> Finding | N
     where = f"each of NVRx's last {LEAST} straggler reports" if every else "NVRx's last straggler report"
     message = f"rank {rank}{on} is the one slow rank in {where}{shown}"
     for f in sorted(throttled, key=lambda f: -len(f.fields["what"]))[:1]:  # the one that names the reason
-        message += f"; nvidia-smi shows that a GPU is throttled: `{f.fields['what']}: Active` (line {f.line:,}{f' of {f.file}' if f.file else ''})"
-    advice = _CLOCK if throttled else _OTHER
-    return finding(
-        "straggler", "forward", facts, message, advice, culprits=[rank], cost=_COST, severity=Severity.WARNING
-    )
+        message += f"; nvidia-smi shows that a GPU is throttled: `{f.fields['what']}: Active` ({f.of_line})"
+    return _straggler(rank, facts, message, _CLOCK if throttled else _OTHER)
+
+
+def _straggler(rank: int, facts: Sequence[Fact], message: str, advice: str) -> Finding:
+    kind, cost = "straggler", "all ranks wait for it in every step"
+    return finding(kind, "forward", facts, message, advice, culprits=[rank], cost=cost, severity=Severity.WARNING)
 
 
 def _slowest(rank: int, reports: Sequence[Fact]) -> Finding:
     f = reports[-1].fields
     clock = f.get("low") == str(rank) and float(f["clock"]) * FACTOR <= float(f["clocks"])
-    message = f"rank {rank} is the slowest one in each of Megatron's last {LEAST} straggler reports: {_ms(f['most_ms'])} for an iteration's work, the fastest rank {_ms(f['least_ms'])}"
+    most, least = (duration(float(f[key]) / 1e3) for key in ("most_ms", "least_ms"))
+    message = f"rank {rank} is the slowest one in each of Megatron's last {LEAST} straggler reports: {most} for an iteration's work, the fastest rank {least}"
     if clock:
         message += f"; its GPU runs at {float(f['clock']):,.0f} MHz, another one at {float(f['clocks']):,.0f} MHz"
     if clock and f.get("hot") == str(rank):
         message += f", and is the hottest ({float(f['temperature']):.0f} C)"
-    return finding("straggler", "forward", reports, message, _CLOCK if clock else _OTHER, culprits=[rank], cost=_COST, severity=Severity.WARNING)  # fmt: skip
-
-
-def _ms(text: str) -> str:
-    return duration(float(text) / 1e3)
+    return _straggler(rank, reports, message, _CLOCK if clock else _OTHER)
 
 
 def notes(found: Collected) -> list[str]:

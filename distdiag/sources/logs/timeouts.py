@@ -69,10 +69,9 @@ def _chain(found: Collected, by_group: Mapping[Group, Waits]) -> Finding | None:
     texts = []
     for group, waits in by_group.items():
         if missing[group]:
+            there = f"{_op(waits) or 'a collective'} ({label(group)})"
             ranks = sorted(r for r in waits if waits[r].timed_out)
-            texts.append(
-                f"{rank_list(ranks)} in {_op(waits) or 'a collective'} ({label(group)}), without {rank_list(sorted(missing[group]))}"
-            )
+            texts.append(f"{rank_list(ranks)} in {there}, without {rank_list(sorted(missing[group]))}")
     who, said = rank_list(late), _said(found, late)
     return _timed_out(("", ""), waiting, f"{who} reported no timeout, and may be what the others wait for: {'; '.join(texts[:3])}{said}",
                  f"{_of_work(said, late)}read the log of {who}, and see its GPU and host; take {verb(late, 'its', 'their')} stack the next time, to see whether {verb(late, 'it', 'they')} came to that call", late)  # fmt: skip
@@ -185,9 +184,8 @@ def _number(waiting: Waits, group: Group) -> str:
 
 
 def _overslept(waiting: Waits) -> str:
-    ran_s = [
-        w.ran_s for w in waiting.values() if w.limit_s and w.ran_s > max(LATE_FACTOR * w.limit_s, w.limit_s + LATE_S)
-    ]
+    limited = [w for w in waiting.values() if w.limit_s]
+    ran_s = [w.ran_s for w in limited if w.ran_s > max(LATE_FACTOR * w.limit_s, w.limit_s + LATE_S)]
     if not ran_s:
         return ""
     noticed = f". It was noticed only after {rough_time(max(ran_s))}"
@@ -204,9 +202,8 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     ranks = tuple(sorted(waiting))
     limit_s = next((w.limit_s for w in waiting.values() if w.limit_s), 0.0)
     after = f" after {rough_time(limit_s)}" if limit_s else ""
-    known = limit_s or any(
-        "imeout at" in f.text for w in waiting.values() for f in w.facts
-    )  # else: "an error or timeout"
+    facts = [f for w in waiting.values() for f in w.facts]
+    known = limit_s or any("imeout at" in f.text for f in facts)  # else: "an error or timeout"
     how = "timed out" if known else "failed or timed out"
     lost = {f.rank for f in found.facts if f.role is Role.VICTIM}
     broken = [r for r in ranks if limit_s and not waiting[r].limit_s and r in lost]  # it reports an error, no timeout
@@ -223,7 +220,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     if elsewhere:
         return _timed_out(group, waiting, start + elsewhere, "compare what leads to the two calls: a condition on the rank, an exception that was "
                      "caught; the logs of all ranks show who is in which", absent)  # fmt: skip
-    if within := next((f.within for w in waiting.values() for f in w.facts if f.within), ""):
+    if within := next((f.within for f in facts if f.within), ""):
         first = (0,) if 0 not in ranks and "local" not in within else ()
         return _timed_out(group, waiting, f"{start}, inside {within}: they wait there until the rank that goes first has done its work",
                      meanings.GOES_FIRST.format(who="rank 0" if first else "the rank that goes first", where=within), first)  # fmt: skip
@@ -234,7 +231,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
             what = f" (it printed `{shortened(took[1], 80)}`)" if took[0] > LATE_S else ""
             return _timed_out(group, waiting, f"{start}; {who} came{at(came)} only after that{what}",
                          f"do what {who} did before that call asynchronously or on all ranks, or give the group a longer timeout (init_process_group, new_group)", absent)  # fmt: skip
-        if bar := next((found.bars[f.path] for w in waiting.values() for f in w.facts if found.bars.get(f.path)), ""):
+        if bar := next((found.bars[f.path] for f in facts if found.bars.get(f.path)), ""):
             return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and a progress bar moved on while they waited, most likely that of {who} ({bar})",
                          meanings.GOES_ON, absent)  # fmt: skip
         said = "; that number was issued there, too: later, or as another call" * bool(asked)
@@ -258,14 +255,10 @@ def _first_closed(found: Collected, group: Group, waiting: Waits, start: str) ->
     here = {f.who.host for f in found.facts} | found.on_host.keys() | {addr for _, addr in found.interfaces.values()}
     missing = sorted(known_ranks(found, waiting) - found.ranks)
     earlier = all(before(f, w) for f in facts for x in waiting.values() for w in x.facts)
-    if (
-        len(peers) != 1
-        or not all(peers)
-        or not (missing or earlier)
-        or any(f"{min(peers)}.".startswith(f"{h}.") for h in here)
-    ):
+    peer = min(peers) if len(peers) == 1 else ""
+    if not peer or not (missing or earlier) or any(f"{peer}.".startswith(f"{h}.") for h in here):
         return None
-    peer, ranks, alone = min(peers), ranks_of(facts), missing if earlier and len(missing) == 1 else []
+    ranks, alone = ranks_of(facts), missing if earlier and len(missing) == 1 else []
     its = verb(ranks or facts, "its connection", "their connections")
     who = rank_list(ranks) if ranks else verb(facts, "a process", "processes")
     text = f"{start}; {who} lost {its} to {peer}{' before that' * earlier}"
@@ -286,11 +279,8 @@ def _all_waited(group: Group, waiting: Waits, start: str, limit_s: float, all_kn
     sizes = {w.size for w in waiting.values()}
     same = len(waiting) > 1 and None not in sizes and len(sizes) == 1
     equal = f", all with {min(filter(None, sizes), default=0):,} elements" if same else ""
-    first = (
-        "their calls are equal there, as far as the watchdogs show them: look at"
-        if same
-        else "check that all ranks made the same call there, then"
-    )
+    first = "their calls are equal there, as far as the watchdogs show them: look at"
+    first = first if same else "check that all ranks made the same call there, then"
     return _timed_out(group, waiting, f"{start}{equal}. No other rank {'' if all_known else 'of that group '}is known from the log",
                  f"{first} the network and the GPUs: NCCL_DEBUG=INFO, `dmesg -T | grep -i xid`; for the next time, the stacks of all ranks while they hang (`py-spy dump --pid PID`), and {DUMPS}",
                  kind="stall/unknown")  # fmt: skip
@@ -343,11 +333,8 @@ def _different(
 def _only_there(waiting: Waits, culprits: Collection[int]) -> str:
     """Return what to do first about a call that few ranks made, if they alone are at its line, or are rank 0 alone."""
     sites = {waiting[q].site for q in culprits}
-    if (
-        len(sites) == 1
-        and None not in sites
-        and sites.isdisjoint(w.site for q, w in waiting.items() if q not in culprits)
-    ):
+    elsewhere = {w.site for q, w in waiting.items() if q not in culprits}
+    if len(sites) == 1 and None not in sites and sites.isdisjoint(elsewhere):
         return f"make the call{at(*sites)} on all ranks or on none; else "
     only_there = "look for a collective in what only rank 0 does (`if rank == 0`, is_global_zero, rank_zero_only: a metric, a log, a checkpoint); else "
     return only_there if {*culprits} == {0} else ""
@@ -362,10 +349,8 @@ def _of_calls(waiting: Waits) -> str:
 def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:
     """Return the finding on ranks of one group that timed out in operations with different numbers."""
     by_seq = by_value({r: w.seq or 0 for r, w in waiting.items()})
-    texts = [
-        f"{rank_list(ranks)} in {next((waiting[r].op for r in ranks if waiting[r].op), 'collective')} #{seq:,}"
-        for seq, ranks in sorted(by_seq.items())
-    ]
+    ops = {seq: _op({r: waiting[r] for r in ranks}) or "collective" for seq, ranks in by_seq.items()}
+    texts = [f"{rank_list(ranks)} in {ops[seq]} #{seq:,}" for seq, ranks in sorted(by_seq.items())]
     known = bool(label(group)) and not {w.op for w in waiting.values()} & MESSAGES
     few = [r for seq, ranks in by_seq.items() if seq != most for r in ranks] if known and most is not None else ()
     shown = ", ".join(texts[:4]) + (", …" if len(texts) > 4 else "")
@@ -389,11 +374,8 @@ def _elsewhere(by_group: Mapping[Group, Waits]) -> Finding:
     named = [w.signalled for w in waits.values() if w.signalled is not None]
     first = sorted({*named, *(r for r, w in waits.items() if w.signalled is None)})
     shown = ", ".join(filter(None, (label(g) for g in by_group))) or "the groups in the log"
-    open_ops = {
-        r: w.issued - w.completed
-        for r, w in waits.items()
-        if w.issued and w.completed is not None and w.issued > w.completed
-    }
+    counts = ((r, w.issued or 0, w.completed) for r, w in waits.items())
+    open_ops = {r: issued - done for r, issued, done in counts if done is not None and issued > max(done, 0)}
     if open_ops and not set(first) & waits.keys():
         texts = [f"rank {r} has {counted(n, 'operation')} in flight" for r, n in sorted(open_ops.items())[:3]]
         message = (

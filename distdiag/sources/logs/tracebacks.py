@@ -243,7 +243,8 @@ class Tracebacks:
             trace.at, trace.logged = self._timed[2], True
         trace.ignored = line.order == self._ignored + 1
         by, warned_at = self._warned
-        trace.warned = line.order == warned_at + 1 and not _differ(by, line.source)
+        if line.order == warned_at + 1:  # unless both sources name a process, and not the same one
+            trace.warned = all(x == y or {x, y} & {None, ""} for x, y in zip(by, line.source, strict=True))
         self._traces[line.source] = self._traces[_anonymous(line)] = trace  # its other lines may have no prefix
         self._spawned = None
 
@@ -361,16 +362,16 @@ class Tracebacks:
         """Add an exception by the row for its message; by its type if it has no row, and ended a traceback or was not caught."""
         text = line.text
         for row in _FAILURES:
-            if row.needle in text and (f := row.regex.search(text)) is not None and not _quoted(text[: f.start()]):
-                return self._add(row.name, row.role, f.groupdict(), line)
+            if row.needle in text and (f := row.regex.search(text)) is not None:
+                prose = PROSE.search(text[: f.start()])
+                if prose is None or prose[0][-1] not in "\"'":  # else in quotes, in the text of another exception
+                    return self._add(row.name, row.role, f.groupdict(), line)
         short = m["type"].rpartition(".")[2]
         if short == FOLLOWERS[0] and (listed := _LISTED.search(text)) is not None:
             self._listed |= set(filter(is_rank, numbers(listed[1])))
-        if (
-            not (innermost or (_HOOK.search(text[: m.start("type")]) and not PASSES_OVER.search(text)))
-            or short in FOLLOWERS
-            or m["type"].endswith("Warning")
-        ):
+        if short in FOLLOWERS or short.endswith("Warning"):
+            return None
+        if not (innermost or (_HOOK.search(text[: m.start("type")]) and not PASSES_OVER.search(text))):
             return None
         name, role = "exception", Role.CAUSE
         if innermost.endswith(_STARTS) and _NO_MORE.search(text) is not None:
@@ -391,11 +392,6 @@ def _anonymous(line: Line) -> tuple[object, ...]:
     return source_of(line.path, Writer(label=line.who.label))
 
 
-def _differ(a: tuple[object, ...], b: tuple[object, ...]) -> bool:
-    """True if both sources name a process, and not the same one."""
-    return any(x != y and not {x, y} & {None, ""} for x, y in zip(a, b, strict=True))
-
-
 def _helper(frames: Iterable[dict[str, object]]) -> str:
     """Return the function on a stack in which one rank goes first; empty if there is none."""
     return next((m[0] for frame in frames if (m := _FIRST.search(str(frame["name"]))) is not None), "")
@@ -413,11 +409,6 @@ def _launcher(frames: Sequence[dict[str, object]]) -> str:
         return ""
     files = [str(frame["filename"]) for frame in frames]
     return next((name for end, name in _LAUNCHERS.items() if any(f.endswith(end) for f in files)), "")
-
-
-def _quoted(before: str) -> bool:
-    """True if a message is in quotes, in the text of another exception."""
-    return (m := PROSE.search(before)) is not None and m[0][-1] in "\"'"
 
 
 def _keep_frame(frames: list[dict[str, object]], m: re.Match[str], innermost_first: bool = False) -> None:

@@ -7,11 +7,11 @@ outside, lost connections, and exit codes. A later kind is reported only if no e
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import msgspec
+from msgspec.structs import replace
 
 from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
@@ -67,7 +67,7 @@ def diagnose_logs(given: Sequence[str], paths: Sequence[Path] | None = None) -> 
         raise DistdiagError(
             f"the logs cannot be judged together: {e.reason}", "give fewer of them, or those of one launch"
         ) from e
-    return msgspec.structs.replace(report, notes=(*report.notes, *left_out(given, logs)))
+    return replace(report, notes=(*report.notes, *left_out(given, logs)))
 
 
 def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str, str] | None) -> Collected:
@@ -79,10 +79,9 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     _drop_late_stop(found, reader.later)
     found.facts += _never_started(found, bool(reader.later.progress) or reader.later.began)
     roles = {f.role for f in found.facts}
-    if not roles.isdisjoint(WAITED) and roles.isdisjoint((Role.CAUSE, Role.EXIT)):  # they are what the others met
-        found.facts += earlier
-    else:
-        found.past += earlier
+    # without another cause, they are what the others met
+    met = not roles.isdisjoint(WAITED) and roles.isdisjoint((Role.CAUSE, Role.EXIT))
+    (found.facts if met else found.past).extend(earlier)
     found.past += past
     later.name_shared_stores(found, reader.later)
     ends = reader.later
@@ -137,7 +136,7 @@ def _never_started(found: Collected, stepped: bool) -> list[Fact]:
     if stepped or failed or found.late_stop is not None or not came or len(came) != found.tasks:
         return []
     fields = {"joined": str(len(came)), "expected": str(found.world_size or 0)}
-    fact = replace(came[max(came)], name="clients", role=Role.START, fields=fields)
+    fact = dataclasses.replace(came[max(came)], name="clients", role=Role.START, fields=fields)
     of_announced(found, fact)
     return [fact] if fact.fields.get("launched") else []
 
@@ -155,15 +154,21 @@ def judge_logs(
         if len(joined.facts) + len(joined.past) > len(found.facts) + len(found.past):  # it was wrapped: more is known
             found = joined
     findings, text = judge(found)
-    findings = [_cost(f, found) for f in findings]
+    if (found.steps or found.began) and not found.recorded:  # the cost counts from the failure on
+        findings = [replace(f, cost=NO_PROGRESS_SINCE) if f.cost == NO_PROGRESS_MADE else f for f in findings]
     findings = [_after_caught(hosts.with_reports(f, found), found) for f in findings]
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting) if w.file}
     error = any(f.severity == Severity.ERROR for f in findings)
     recorded = bool(found.recorded) and all(r.ended for r in found.recorded.values())
+    sizes = [found.world_size or 0, *(f.number("expected") or 0 for f in found.named("clients"))]
+    world = max(n for n in sizes if n <= MAX_RANKS) or None  # as far as the log gives it
+    all_ended = found.ended and not 0 < len(found.of_file) < (world or 0)  # of logs of single ranks, all
+    lasted = "ended the job" if any(f.back is None for f in found.past) else "lasted"
+    unjudged = f"{NO_ERROR}{lasted if found.past else 'distdiag knows'} in {counted(len(found.files), 'log')}"
     return Report(
         run=", ".join(map(str, given)),
         state=State.FAILED if error or text else State.ENDED if recorded or found.ended else State.RUNNING,
-        world_size=_world(found),
+        world_size=world,
         ranks_seen=len(found.ranks),
         findings=tuple(findings),
         notes=(
@@ -171,47 +176,33 @@ def judge_logs(
             *([] if findings else advice_on_stop(text or "", "\n".join(f.text for f in found.facts))),
             *_notes(found, findings, bool(findings or text)),
         ),
-        unjudged=None if findings or text or recorded or _all_ended(found) else _unjudged(found),
+        unjudged=None if findings or text or recorded or all_ended else unjudged,
         state_text=text,
     )
 
 
-def _cost(f: Finding, found: Collected) -> Finding:
-    """Return a finding whose cost counts from the failure on, if the job had made progress before."""
-    ran = (found.steps or found.began) and not found.recorded and f.cost == NO_PROGRESS_MADE
-    return msgspec.structs.replace(f, cost=NO_PROGRESS_SINCE) if ran else f
-
-
-def _all_ended(found: Collected) -> bool:
-    """True if the job ended well; with logs of single ranks, all of them."""
-    return found.ended and not 0 < len(found.of_file) < (_world(found) or 0)
-
-
-def _unjudged(found: Collected) -> str:
-    lasted = "ended the job" if any(f.back is None for f in found.past) else "lasted"
-    return f"{NO_ERROR}{lasted if found.past else 'distdiag knows'} in {counted(len(found.files), 'log')}"
+def stopped(logs: Report) -> bool:
+    """True if logs show that calls of the job did not end: those of its dumps are no longer on their way."""
+    waits = ("timeout", "stall", "deadlock", "mismatch")
+    return any(f.severity == Severity.ERROR and f.kind in waits for f in logs.findings)
 
 
 def failures_first(dumps: Report, logs: Report) -> Report:
-    """Return one report: the logs' first failures, then the dumps' findings."""
-    own = tuple(
-        f
-        for f in logs.findings
-        if (f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits)
-        or f.cause == "configuration"
-        or f.kind == "gpu"
-    )
+    """Return one report: the logs' first failures, then the dumps' findings; all of the logs' errors if the dumps show none."""
+    none = not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in dumps.findings)
+    lost = [f for f in logs.findings if f.kind == "rank_lost" and f.cause in ("killed", "crashed") and f.culprits]
+    lost += [f for f in logs.findings if none and f.severity == Severity.ERROR]
+    own = tuple(f for f in logs.findings if f in lost or f.cause == "configuration" or f.kind == "gpu")
     failed = {r for f in own for r in f.culprits}
-    rest = tuple(
-        f for f in dumps.findings if not (f.kind == "rank_lost" and f.cause == "silent" and set(f.culprits) <= failed)
-    )
-    state = dumps.state if not own or dumps.state != State.RUNNING else State.DEGRADED
-    return msgspec.structs.replace(
+    silent = [f for f in dumps.findings if f.kind == "rank_lost" and f.cause == "silent"]
+    rest = tuple(f for f in dumps.findings if f not in silent or not failed.issuperset(f.culprits))
+    state = dumps.state if not own or dumps.state not in (State.RUNNING, State.WAITING) else State.DEGRADED
+    return replace(
         dumps,
         state=state,
         world_size=dumps.world_size or logs.world_size,
         findings=(*own, *rest),
-        notes=(*(n for n in dumps.notes if not n.startswith("not read: ")), *(logs.notes if own else ())),
+        notes=tuple(n for n in (*dumps.notes, *(logs.notes if own else ())) if not n.startswith("not read")),
         state_text=logs.state_text if own else dumps.state_text,
     )
 
@@ -242,12 +233,8 @@ def judge(found: Collected) -> tuple[list[Finding], str | None]:
     follow = bool(own) and not reported and all(map(failures.follows, own))
     if shown and not follow:
         return shown, None
-    waits = (
-        reports.of_versions(found)
-        or _network_first(found)
-        or rows.first_of(rows.LATE_ROWS, found)
-        or reports.analyzed(found, timeouts.findings(found))
-    )
+    waits = reports.of_versions(found) or _network_first(found) or rows.first_of(rows.LATE_ROWS, found)
+    waits = waits or reports.analyzed(found, timeouts.findings(found))
     if found_here := _with_late(waits, late) or rows.first_of(rows.START_ROWS, found) or reports.derived(found):
         return found_here[:MAX_FINDINGS], None
     if not follow and (stop := _stopped(found)) is not None:
@@ -276,11 +263,8 @@ def _network_first(found: Collected) -> list[Finding]:
         then = f"; {rank_list(ranks) if ranks else 'others'} then {in_what}"
     elif not all_waits or any(f.rank not in lost for f in all_waits):  # else the watchdogs report "an error or timeout"
         return []
-    rdma = [row for row in rows.LOST_ROWS if row.names in ("ib", "efa")]
-    return [
-        msgspec.structs.replace(f, message=f.message + then, victims=tuple(sorted({*f.victims, *ranks})))
-        for f in rows.first_of(rdma, found)
-    ]
+    rdma = rows.first_of([row for row in rows.LOST_ROWS if row.names in ("ib", "efa")], found)
+    return [replace(f, message=f.message + then, victims=tuple(sorted({*f.victims, *ranks}))) for f in rdma]
 
 
 def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
@@ -291,7 +275,7 @@ def _with_late(waits: list[Finding], late: list[Fact]) -> list[Finding]:
     who = f"rank {f.rank}" if f.rank is not None else f.who.name or "a process"
     what = failures.text_of(f, MEANINGS[f.name])
     message = f"{waits[0].message}; later {who} {what}{at(f.site)}, which is not shown to be the cause"
-    return [msgspec.structs.replace(waits[0], message=message), *waits[1:]]
+    return [replace(waits[0], message=message), *waits[1:]]
 
 
 def _after_caught(finding: Finding, found: Collected) -> Finding:
@@ -302,22 +286,17 @@ def _after_caught(finding: Finding, found: Collected) -> Finding:
             f.rank = f.number("gpu") or None  # with one GPU visible to each rank, all call it GPU 0
         caught.append(f)
     waits = [w for w in found.facts if w.role in WAITED and w.rank is not None]
-    if (
-        found.recorded
-        or finding.kind not in ("mismatch", "timeout", "stall")
-        or len(finding.culprits) != 1
-        or {f.rank for f in caught} != {*finding.culprits}
-        or any(before(w, caught[-1]) for w in waits)
-    ):
+    alone = len(finding.culprits) == 1 and {f.rank for f in caught} == {*finding.culprits}
+    if found.recorded or finding.kind not in ("mismatch", "timeout", "stall") or not alone:
+        return finding
+    if any(before(w, caught[-1]) for w in waits):
         return finding
     f = caught[-1]  # the last one before its calls differ
     found.past = [p for p in found.past if p not in caught]
-    message = f"rank {f.rank} {failures.text_of(f, MEANINGS[f.name])}{at(f.site)} (line {f.line:,}{_of_file(f)}) and went on, which is the likely first cause: {finding.message}"
+    message = f"rank {f.rank} {failures.text_of(f, MEANINGS[f.name])}{at(f.site)} ({f.of_line}) and went on, which is the likely first cause: {finding.message}"
     evidence = (f"{f.path}:{f.line}", *finding.evidence)
-    advice = AFTER_CAUGHT if f.name == "exception" else MEANINGS[f.name].advice
-    return msgspec.structs.replace(
-        finding, message=message, advice=f"{advice}; else {finding.advice}", evidence=evidence
-    )
+    advice = f"{AFTER_CAUGHT if f.name == 'exception' else MEANINGS[f.name].advice}; else {finding.advice}"
+    return replace(finding, message=message, advice=advice, evidence=evidence)
 
 
 def _hung(found: Collected) -> list[Finding]:
@@ -340,9 +319,8 @@ def _hung(found: Collected) -> list[Finding]:
             return [finding("stall", "unknown", [stop], message, advice)]
         number, text = pace.retries[-1]
         who = writer(text)
-        nth = who.process.rpartition("[")[2].removesuffix(
-            "]"
-        )  # by its host, which srun's lines may show with its ranks
+        # by its host, which srun's lines may show with its ranks
+        nth = who.process.rpartition("[")[2].removesuffix("]")
         if who.rank is None and nth.isdecimal() and int(nth) in found.on_host.get(who.host, ()):
             who.rank = int(nth)
         name = who.name if who.rank is None else f"rank {who.rank}" + f" on {who.host}" * bool(who.host)
@@ -387,9 +365,7 @@ def _nan(found: Collected, failed: bool = False) -> list[Finding]:
     if not nan:
         return []
     first = min(nan, key=lambda key: (-nan[key].times, nan[key].line))
-    ranks = {
-        rank if rank is not None else found.of_file.get(path): nan.get((path, rank)) for path, rank in found.losses
-    }
+    ranks = {found.of_file.get(key[0]) if key[1] is None else key[1]: nan.get(key) for key in found.losses}
     if len(nan) < len(found.losses):
         blamed = [r for r, loss in ranks.items() if loss is not None]
     else:
@@ -419,11 +395,9 @@ def _interrupted(found: Collected) -> list[str]:
 
 def _stopped(found: Collected) -> str | None:
     """Return what ended the job from outside, if a line says so: the scheduler before the signal that it sent."""
-    for f in (
-        [f for f in found.facts if f.role is Role.STOP and f.name not in ("terminated", "interrupted")]
-        or found.named("terminated")
-        or found.named("interrupted")
-    ):
+    signals = found.named("terminated") or found.named("interrupted")
+    stops = [f for f in found.facts if f.role is Role.STOP and f.name not in ("terminated", "interrupted")]
+    for f in stops or signals:
         pod = f.fields.get("pod") or (f.who.process if f.name == "evicted" else "")
         rank = found.rank_of.get((pod, ""))
         node = f.fields.get("node", "")
@@ -452,19 +426,13 @@ def _stopped_by(signal: str) -> str:
     return f"{STOPPED_BY} {STOPS.get(signal, MESSAGES['terminated'].stop).format(name=signal)}"
 
 
-def _world(found: Collected) -> int | None:
-    """Return the number of ranks, if the log gives it."""
-    sizes = [found.world_size or 0, *(f.number("expected") or 0 for f in found.named("clients"))]
-    return max(n for n in sizes if n <= MAX_RANKS) or None
-
-
 def _of_the_past(past: list[Fact], facts: list[Fact], failed: bool) -> str:
     """Return a note on failures after which the job went on, and `failed` later or not."""
     went_on = "went on" if failed else "went on or ended well"
     e = min(past, key=lambda f: (f.role is not Role.CAUSE, f.foreign))
     if e.foreign:
         process = f"process {e.fields.get('pid', '')} ({e.fields['comm']})"
-        return f"line {e.line:,}{_of_file(e)} is about {process}, none of this job's processes, and the job {went_on}"
+        return f"{e.of_line} is about {process}, none of this job's processes, and the job {went_on}"
     if e.back is not None:
         down = [f.line for f in (*past, *facts) if f.name == e.name and same_port(f, e) and f.line > e.back.line]
         again = f", and lost again on line {min(down):,}" if down else ""
@@ -482,25 +450,18 @@ def _of_the_past(past: list[Fact], facts: list[Fact], failed: bool) -> str:
 def _in_short(f: Fact) -> str:
     """Return who failed, or what stopped the job, and on which line."""
     if f.role is Role.STOP:
-        return f"{_stop(f)} (line {f.line:,}{_of_file(f)})"
+        return f"{_stop(f)} ({f.of_line})"
     rank = next((r for r in (f.rank, f.who.rank, f.number("r")) if r is not None), None)
     node = f"node {f.fields['node']}" if "node" in f.fields else ""
     known = MEANINGS.get(f.name)
     nobody = known.subject if known else "a process"
     who = f"rank {rank}" if rank is not None else node or f.who.name or nobody
+    text = shortened(f.text.strip(), 120)
     if known is None and who == nobody:
-        return f"line {f.line:,}{_of_file(f)} has `{shortened(f.text.strip(), 120)}`"
-    what = failures.text_of(f, known) if known else f"printed `{shortened(f.text.strip(), 120)}`"
-    of_line = f"line {f.line:,}{_of_file(f)}"
-    return (
-        f"{of_line} says that {who} {what}"
-        if who == "a process" and not f.message.of_node
-        else f"{who} {what} on {of_line}"
-    )
-
-
-def _of_file(f: Fact) -> str:
-    return f" of {f.file}" if f.file else ""
+        return f"{f.of_line} has `{text}`"
+    what = failures.text_of(f, known) if known else f"printed `{text}`"
+    says = who == "a process" and not f.message.of_node
+    return f"{f.of_line} says that {who} {what}" if says else f"{who} {what} on {f.of_line}"
 
 
 def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[str]:
@@ -513,9 +474,8 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         written |= set(of_file.values()) - {r for f in findings for r in f.culprits}
     if empty := [str(p) for p in found.files if is_empty(p) and of_file.get(p) not in written]:
         notes.append(f"empty, so its process has written nothing: {some(empty)}")
-    for (path, _), loss in [
-        x for x in found.losses.items() if x[1].times and not any(f.kind == "nonfinite" for f in findings)
-    ][:1]:
+    known = any(f.kind == "nonfinite" for f in findings)
+    for (path, _), loss in [] if known else [x for x in found.losses.items() if x[1].times][:1]:
         notes.append(f"{path}: the last loss that it shows is NaN (since line {loss.line:,})")
     runs = {r.run or path: (path, r) for path, r in found.recorded.items()}
     for path, printed in list(runs.values())[:SHOWN_RUNS]:
@@ -526,10 +486,8 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(f"these logs are of {jobs:,} recorded runs: give those of one run for its verdict alone")
     notes += slow.notes(found) if all(f.severity != Severity.ERROR for f in findings) else []
     notes += [] if judged else hosts.notes(found)
-    if warned := found.named("nccl_warning"):
-        notes.append(
-            f"NCCL reports on line {warned[0].line:,}{_of_file(warned[0])}: {shortened(warned[0].fields['what'], 160)}"
-        )
+    for warned in found.named("nccl_warning")[:1]:
+        notes.append(f"NCCL reports on {warned.of_line}: {shortened(warned.fields['what'], 160)}")
     if (late := found.late_stop) is not None:
         notes.append(f"after the job had ended well: {_in_short(late)}; let the script exit when its work is done")
     if past := [f for f in found.past if f.path not in found.tests and not (judged and f.foreign)]:
@@ -558,8 +516,7 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
     if not found.recorded:
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"
         hangs = f"if the job hangs, `py-spy dump --pid PID` shows where each rank is; {ended}; "
+        shows = "it shows what was printed, not what each rank did"
         seen = "" if judged or found.well else hangs
-        notes.append(
-            f"read from a log: it shows what was printed, not what each rank did; {seen}`DISTDIAG=1` records the next run"
-        )
+        notes.append(f"read from a log: {shows}; {seen}`DISTDIAG=1` records the next run")
     return notes

@@ -147,7 +147,7 @@ def messages(text: str) -> list[tuple[str, Writer]]:
     The rank, pod and time of a record come before those of its message. Any other JSON object is data of the program: it has no
     message.
     """
-    record = _record(text)
+    record = record_of(text)
     if not record:
         who = writer(text)
         if text[10:11] == "T" and (m := _STAMP.match(text)) is not None and not who.host:
@@ -179,12 +179,8 @@ def messages(text: str) -> list[tuple[str, Writer]]:
 def _within(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the objects of a record that may name its pod: itself, and the labels of a collector."""
     resource = record.get("resource")
-    inner = (
-        record.get("kubernetes"),
-        record.get("labels"),
-        resource.get("labels") if isinstance(resource, dict) else None,
-    )
-    return [record, *(x for x in inner if isinstance(x, dict))]
+    labels = resource.get("labels") if isinstance(resource, dict) else None
+    return [record, *(x for x in (record.get("kubernetes"), record.get("labels"), labels) if isinstance(x, dict))]
 
 
 def _event(record: dict[str, Any]) -> str:
@@ -203,16 +199,11 @@ def _keys_of(record: dict[str, Any]) -> tuple[str, ...]:
 
 def is_record(text: str) -> bool:
     """True for a JSON object with a message: one line of a log."""
-    record = _record(text)
+    record = record_of(text)
     return any(isinstance(record.get(key), str) for key in _keys_of(record))
 
 
-def is_object(text: str) -> bool:
-    """True for a line that is a whole JSON object."""
-    return bool(_record(text))
-
-
-def _record(text: str) -> dict[str, Any]:
+def record_of(text: str) -> dict[str, Any]:
     """Return the JSON object in a line; empty if the line is not one."""
     stripped = text.strip()
     if not (stripped.startswith("{") and stripped.endswith("}") and '"' in stripped):
@@ -239,13 +230,8 @@ def writer(text: str) -> Writer:
         number = next(int(x) for x in m.groups() if x is not None)
         if (exact is not None or out.group is None) and is_rank(number):
             out.rank, out.loose = number, exact is None and own[0][3] is None and own[0][5] is None
-    if (
-        out.rank is None
-        and out.group is None
-        and "ank" in head
-        and (m := _RANK_FIRST.match(head))
-        and is_rank(int(m[1]))
-    ):
+    nameless = out.rank is None and out.group is None and "ank" in head
+    if nameless and (m := _RANK_FIRST.match(head)) and is_rank(int(m[1])):
         out.rank, out.loose = int(m[1]), True
     if out.rank is None and "]<std" in text and (m := _MPI.search(text)):
         out.rank, out.loose, out.host = int(m["rank"]), True, m["host"] or ""
@@ -277,9 +263,7 @@ def _process(head: str, out: Writer) -> None:
     if _NCCL_IDS.search(head) and (m := _NCCL.search(head)):
         out.host, out.device, out.process = m["host"], int(m["device"]), f"{m['host']}:{m['pid']}"
         out.pid = int(m["pid"])
-    elif ("pid=" in head or "P" in head or "[pod/" in head or "device=" in head or 'pod="' in head) and (
-        m := _LABEL.search(head)
-    ):
+    elif any(part in head for part in ("pid=", "P", "[pod/", "device=", 'pod="')) and (m := _LABEL.search(head)):
         while (inner := _LABEL.match(head, m.end() + (head[m.end() : m.end() + 1] == " "))) is not None:
             m = inner  # a process passes on the lines of its children, which are named next
         out.process, out.host = m["label"] or m["tp"] or m["pod"] or m["loki"] or m["xla"], m["ip"] or out.host
@@ -332,6 +316,5 @@ def apart(a: tuple[str, float], b: tuple[str, float]) -> float:
 
 def _in_any_year(at: tuple[str, float]) -> float:
     days, rest = divmod(at[1], DAY_S)
-    return (
-        date.fromordinal(min(max(1, int(days)), date.max.toordinal())).replace(year=ANY_YEAR).toordinal() * DAY_S + rest
-    )
+    day = date.fromordinal(min(max(1, int(days)), date.max.toordinal()))
+    return day.replace(year=ANY_YEAR).toordinal() * DAY_S + rest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 
 import msgspec
 
@@ -77,18 +78,16 @@ def position(stack: Stack, source: Source = no_source, still: bool = True) -> Po
     first = next((i for i, f in enumerate(stack.frames) if users and f is users[0]), len(stack.frames))
     inner = stack.frames[:first]  # of libraries, inside the user's line
     call, phase = _call(inner, users, site, stack, still and stack.idle is not False)
-    device = any(map(_NATIVE_DEVICE.search, stack.native)) or any(
-        f.name == "synchronize" and f.in_torch in _DEVICE for f in inner
-    )
+    device = any(map(_NATIVE_DEVICE.search, stack.native))
+    device |= any(f.name == "synchronize" and f.in_torch in _DEVICE for f in inner)
     if call is not None:
         return Position(
             site=site, stack=sites, names=names, call=call, activity="waiting", phase=phase, creates=_created(inner),
             device=device, logs=any(f.name in LOGS for f in inner),
         )  # fmt: skip
     unsure = bool(stack.frames) and not stack.native and (stack.frames[0].users or stack.idle is False)
-    return Position(
-        site=site, stack=sites, activity=_activity(stack, site, source, device), device=device, unsure=unsure
-    )
+    word = _activity(stack, site, source, device)
+    return Position(site=site, stack=sites, activity=word, device=device, unsure=unsure)
 
 
 class Feeder(msgspec.Struct, frozen=True):
@@ -108,36 +107,34 @@ def feeder(process: Process, where: Position, source: Source = no_source) -> Fee
     """Return the thread that a rank's queue waits for: the only other one in the user's code that waits for no lock or queue."""
     if where.activity != "queue":
         return None
-    others = [
-        (t, position(t, source)) for t in process.threads if t is not process.judged and any(f.users for f in t.frames)
-    ]
-    busy = [(t, p) for t, p in others if p.call is None and p.activity not in _WAITS]
-    return Feeder(busy[0][0].name, busy[0][1].site, busy[0][1].activity) if len(busy) == 1 else None
+    others = [t for t in process.threads if t is not process.judged and any(f.users for f in t.frames)]
+    places = ((t.name, position(t, source)) for t in others)
+    busy = [Feeder(name, p.site, p.activity) for name, p in places if p.call is None and p.activity not in _WAITS]
+    return busy[0] if len(busy) == 1 else None
 
 
 def _call(
     inner: tuple[Frame, ...], users: list[Frame], site: Site | None, stack: Stack, still: bool
 ) -> tuple[Call | None, str]:
     """Return the operation that the frames inside the user's line are in, and the phase if DDP issued it."""
+    made = partial(Call, seq=UNNUMBERED, site=site)
     for i, f in enumerate(inner):
         if f.in_torch == _C10D and (family(f.name) or f.name in _INIT):
             return _of_c10d(f, inner[i + 1 :], users, site), ""
         if f.in_torch == "distributed/_functional_collectives.py" and family(f.name.removesuffix("_tensor")):
-            return Call(op=op_name(f.name.removesuffix("_tensor")), group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
+            return made(op=op_name(f.name.removesuffix("_tensor")), group=DEFAULT_GROUP), ""
         if f.in_torch == "distributed/_functional_collectives.py" and f.name == "wait_tensor":
-            return Call(op="", group=UNKNOWN_GROUP, seq=UNNUMBERED, site=site), ""
+            return made(op="", group=UNKNOWN_GROUP), ""
         if f.in_torch == "nn/parallel/distributed.py" and f.name in _DDP_FORWARD:
-            return Call(op="broadcast", group=_ddp_group(inner, users), seq=UNNUMBERED, site=site, root=0), "forward"
+            return made(op="broadcast", group=_ddp_group(inner, users), root=0), "forward"
         if f.in_torch == "distributed/utils.py" and f.name in _DDP_INIT:
-            return Call(op="broadcast", group=_ddp_group(inner, users), seq=UNNUMBERED, site=site), ""
+            return made(op="broadcast", group=_ddp_group(inner, users)), ""
         if f.in_torch == "distributed/rendezvous.py":
-            return Call(op="init_process_group", group=DEFAULT_GROUP, seq=UNNUMBERED, site=site), ""
+            return made(op="init_process_group", group=DEFAULT_GROUP), ""
     waits = any(map(_NATIVE_WAIT.search, stack.native))
     if (waits or still) and inner and inner[0].name == "_engine_run_backward":
-        return Call(op="all_reduce", group=_ddp_group(inner, users), seq=UNNUMBERED, site=site), "backward"
-    if waits:
-        return Call(op="", group=_ddp_group(inner, users), seq=UNNUMBERED, site=site), ""
-    return None, ""
+        return made(op="all_reduce", group=_ddp_group(inner, users)), "backward"
+    return (made(op="", group=_ddp_group(inner, users)), "") if waits else (None, "")
 
 
 def _of_c10d(f: Frame, callers: tuple[Frame, ...], users: list[Frame], site: Site | None) -> Call:

@@ -47,9 +47,8 @@ def diagnose_stacks(targets: Sequence[str], within: int = MAX_BYTES, dead: bool 
         DistdiagError: the files together exceed the limits.
     """
     candidates = (p for p, named in find(map(Path, targets)) if named or p.suffix in _TEXTS or likely(p))
-    files = guard.matching(
-        itertools.islice(candidates, MAX_FILES), lambda path: _STACK.search(guard.head(path, within)) is not None
-    )
+    some = itertools.islice(candidates, MAX_FILES)
+    files = guard.matching(some, lambda path: _STACK.search(guard.head(path, within)) is not None)
     if not files:
         return None
 
@@ -135,10 +134,8 @@ def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Pr
             else:
                 loose.setdefault((str(path), p.pid or (-nth if p.local is None else 0), p.local), []).append(p)
     numbers = dict(zip((n for n in itertools.count() if n not in out), loose, strict=False))
-    names = {
-        n: f"process {pid}" if pid > 0 else f"the {ordinal(1 - pid)} stack of {Path(path).name}"
-        for n, (path, pid, _) in numbers.items()
-    }
+    keys = ((n, Path(path).name, pid) for n, (path, pid, _) in numbers.items())
+    names = {n: f"process {pid}" if pid > 0 else f"the {ordinal(1 - pid)} stack of {file}" for n, file, pid in keys}
     return out | {n: loose[key] for n, key in numbers.items()}, names
 
 

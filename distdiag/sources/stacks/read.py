@@ -15,8 +15,10 @@ from distdiag.terms.untrusted import MAX_INT, MAX_TEXT, bounded
 
 MAX_FRAMES = 1024  # of one thread; Python's own limit of recursion is 1,000
 MAX_THREADS = 1024
-# a launcher's prefix may end in a space, which is left in the line
-_PROCESS = bounded(r"^ ?Process (\d+)(?:: |$)(?:.{0,4000}--local[-_]rank[= ](?P<local>\d{1,6})\b)?")
+# a launcher's prefix may end in a space, which is left in the line; a title such as `sglang::scheduler_TP2` has the rank, too
+_PROCESS = bounded(
+    r"^ ?Process (\d+)(?:: |$)(?:.{0,4000}(?:--local[-_]rank[= ]|::[A-Za-z]{1,40}_TP)(?P<local>\d{1,6})(?:_EP\d{1,6})?(?!\w))?"
+)
 _PARENT = bounded(r"^ ?Parent Process (\d+)(?:: |$)")  # of py-spy dump --subprocesses
 _SPY_THREAD = bounded(r'^ ?Thread (?:0x[0-9A-Fa-f]+|\d+) \((idle|active)[^)]{0,40}\)(?:: "(.{0,200})")?')
 _SPY_FRAME = re.compile(r"^ {4,5}(\S.*) \((\S.*):(\d{1,9})\)$")
@@ -100,10 +102,8 @@ def from_json(data: bytes | str) -> list[Process]:
 
 def _frame(f: _SpyFrame) -> Frame:
     found = [x for x in f.locals or () if x.repr is not None]
-    objects = {x.name: x.addr for x in found if type(x.addr) is int}
-    return Frame(
-        f.name[:MAX_TEXT], f.filename[:MAX_TEXT], max(f.line, 0), {x.name: x.repr or "" for x in found}, objects
-    )
+    values, objects = {x.name: x.repr or "" for x in found}, {x.name: x.addr for x in found if type(x.addr) is int}
+    return Frame(f.name[:MAX_TEXT], f.filename[:MAX_TEXT], max(f.line, 0), values, objects)
 
 
 def from_text(text: str, dead: bool = True) -> list[Process]:
@@ -168,13 +168,9 @@ def _processes(lines: list[str], rank: int | None, local: int | None, dead: bool
     for pid, here, threads in found:
         if pid == _DEAD:
             continue
-        stacks = [
-            Stack(tuple(t.frames), tuple(itertools.takewhile(_inside, t.native)), t.idle, t.name)
-            for t in threads[:MAX_THREADS]
-            if t.frames
-        ]
+        stacks = tuple(t.stack() for t in threads[:MAX_THREADS] if t.frames)
         if stacks:
-            yield Process(pid, tuple(stacks), rank, here, parents.get(pid, 0))
+            yield Process(pid, stacks, rank, here, parents.get(pid, 0))
 
 
 def _parents(lines: list[str]) -> Iterator[tuple[int, int]]:
@@ -188,8 +184,6 @@ def _parents(lines: list[str]) -> Iterator[tuple[int, int]]:
 
 
 class _Open:
-    """A thread that is being read."""
-
     def __init__(self, name: str = "", idle: bool | None = None) -> None:
         self.name, self.idle = name, idle
         self.frames: list[Frame] = []
@@ -200,7 +194,7 @@ class _Open:
         if len(self.frames) < MAX_FRAMES and not frame.recorders:
             self.frames.append(frame)
 
-
-def _inside(native: str) -> bool:
-    """True for a native frame inside Python's innermost one; gdb lists those around it, too."""
-    return not native.startswith("_PyEval_")
+    def stack(self) -> Stack:
+        """Return it, without the native frames around Python's innermost one, which gdb lists, too."""
+        inner = itertools.takewhile(lambda name: not name.startswith("_PyEval_"), self.native)
+        return Stack(tuple(self.frames), tuple(inner), self.idle, self.name)

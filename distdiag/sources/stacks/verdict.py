@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit import ahead, paths
+from distdiag.diagnosis.culprit import paths, stacks
 from distdiag.diagnosis.culprit.verdict import judge as judge_graph
 from distdiag.diagnosis.model.findings import Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.model.snapshot import Call, Group, Life, Model, RankState, Site, Snapshot
@@ -42,6 +42,7 @@ _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: without_monitor(a.do) for a in ACTIVITIES if a.do}
 _DO_FEED = "see what {what} waits for{site}: give its I/O a timeout, and let it put its error into the queue"
 _LOOK_FOR = "look for what they wait for at these lines: a lock, a key of a store, a file, another process"
+_AGAIN = "take the stacks again after some seconds: if none has moved, "
 _LOOK = "check that line; if it is only slow, the others continue when it is done"
 _stall = partial(Template, kinds.STALL)
 STALL = _stall(
@@ -54,7 +55,7 @@ TOGETHER = _stall("unknown", "{victims} are all in {what}{at}{still}: what they 
                   "often they came there), or the network does not deliver", NO_PROGRESS,
                   "record the next run (`DISTDIAG=1`): counts of calls decide", severity=Severity.WARNING)  # fmt: skip
 SAME_LINE = _stall("unknown", "{victims} are all in {what}{at}: a running job, or one whose calls do not fit together", "",
-                   "take the stacks again after some seconds: if none has moved, compare what the ranks pass to it",
+                   _AGAIN + "compare what the ranks pass to it",
                    severity=Severity.INFO)  # fmt: skip
 GROUPS = _stall("unknown", "the ranks create different groups in new_group(){at}{still}: {texts}", NO_PROGRESS,
                 "let every rank call new_group with the same ranks, in the same order; agree on them first (broadcast the list)",
@@ -63,7 +64,7 @@ NOBODY = _stall("unknown", "no rank is in a collective{still}: {places}", NO_PRO
                 severity=Severity.WARNING)  # fmt: skip
 ODD_ONE = _stall("unknown", "no stack shows a collective: {rest} are all at {line}, and {culprits} {does}{at}; on a device, the others "
                  "may wait at that line for what {culprits} {culprits:has|have} not launched", "",
-                 "take the stacks again after some seconds: if none has moved, {do}", severity=Severity.INFO)  # fmt: skip
+                 _AGAIN + "{do}", severity=Severity.INFO)  # fmt: skip
 DEVICES = _stall("unknown", "every rank waits for its device{still}{places}", "",
                  "attach again: if none has moved by then, it is a kernel or a collective that does not end; with "
                  "TORCH_NCCL_DEBUG_INFO_PIPE_FILE set, or recorded by distdiag, counts of calls decide",
@@ -144,7 +145,7 @@ def findings(seen: Mapping[int, Seen], source: Source = no_source) -> list[Findi
     if not found:
         found = list(_silent(s, graph)) or list(_stalls(s, graph, seen, source))
     logs = {q: x.position.site for q, x in seen.items() if x.position is not None and x.position.logs}
-    found = [_of_log(f, logs) for f in found or _no_sink(s, seen, source)]
+    found = [_of_log(f, logs) for f in found or [_no_sink(s, seen, source)] if f is not None]
     return [replace(f, message=_ASSUMED.sub("", f.message), advice=_ASSUMED.sub("", f.advice)) for f in found]
 
 
@@ -165,7 +166,8 @@ def report(
     alone = "" if found else _alone(seen)
     stuck = any(f.severity != Severity.INFO for f in found)
     lost = any(f.kind == kinds.RANK_LOST.name for f in found)
-    state = State.DEGRADED if lost else State.STALLED if stuck else State.WAITING if alone else State.RUNNING
+    unknown = alone or (found and any(x.once for x in seen.values()))
+    state = State.DEGRADED if lost else State.STALLED if stuck else State.WAITING if unknown else State.RUNNING
     there = sum(s.life != Life.MISSING for s in seen.values())
     return Report(
         run=run, state=state, world_size=world, ranks_seen=there, findings=tuple(found), notes=tuple(notes),
@@ -207,6 +209,7 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             yield _apart(s, victims, ranks, known=True)
             continue
         first, call, moved = s.ranks[ranks[0]], _call(s, victims[0]), any(seen[q].goes_on for q in ranks)
+        works = first.activity == "user_code" and any(seen[q].once for q in ranks)  # one sample is no sign of a stall
         if len({_call(s, q).op for q in victims}) > 1:  # then they are in several groups
             call = replace(call, group=UNKNOWN_GROUP)
         condition = _on_rank(first.user_stack, s.ranks[victims[0]].user_stack, source)
@@ -219,13 +222,13 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             missing = f"{keeps} waiting in {op}{at(call.site)}"
         waiting = sorted({*victims, *on_device - late.keys()})
         yield STALL(
-            cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved else Severity.WARNING,
+            cause=word if word in ("data", "checkpoint") else "user_code", severity=Severity.INFO if moved or works else Severity.WARNING,
             culprits=ranks, victims=waiting, collective=_unnumbered(call) if call.op else None,
             where=(*(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), *workers_of(s.ranks, ranks)),
             waiting=wheres(s, waiting), worker=worker_text(first, _DOES["lock"] if held else "is") + feeds[0],
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
             does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
-            moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=feeds[1] or _do(first, source),
+            moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=_AGAIN * works + (feeds[1] or _do(first, source)),
         )  # fmt: skip
 
 
@@ -248,58 +251,52 @@ def _feeds(other: Feeder | None) -> tuple[str, str]:
     return f", and {what} {does}{at(other.site)}", filled(_DO_FEED, what=what.removeprefix("its "), site=other.site)
 
 
-def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Iterator[Finding]:
-    """Yield the finding on ranks of which none moves and none waits for another: at one line, or several."""
+def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Finding | None:
+    """Return the finding on ranks of which none moves and none waits for another: at one line, or several."""
     if (odd := _odd_one(s, seen)) is not None:
-        yield odd
-        return
+        return odd
     if any(x.goes_on or x.busy or x.position is None for x in seen.values()) or len(seen) < 2:
-        return
+        return None
     calls = {q: r.blocked for q, r in s.ranks.items() if r.blocked is not None}
     once = any(x.once for x in seen.values())
     still = "" if once else ", and none has moved"
     if not calls and any(r.activity in ("sleep", "user_code") for r in s.ranks.values()):
-        return  # that ends by itself, or is no different from work
+        return None  # that ends by itself, or is no different from work
     if not calls:
         places = by_value({q: r.current_site for q, r in s.ranks.items()})
         if all(x.waits_for_device for x in seen.values()):  # as in a step with a long kernel
             texts = ", ".join(f"{rank_list(ranks)}{at(site)}" for site, ranks in list(places.items())[:SHOWN])
-            yield DEVICES(victims=sorted(seen), where=wheres(s, sorted(seen)), places=f": {texts}", still=still)
-            return
-        texts = [
-            f"{rank_list(ranks)}: {verb(ranks, 'it', 'each')} {_DOES.get(s.ranks[ranks[0]].activity, 'is busy')}{at(site)}"
-            for site, ranks in list(places.items())[:SHOWN]
-        ]
+            return DEVICES(victims=sorted(seen), where=wheres(s, sorted(seen)), places=f": {texts}", still=still)
+        does = {site: _DOES.get(s.ranks[ranks[0]].activity, "is busy") for site, ranks in places.items()}
+        shown = list(places.items())[:SHOWN]
+        texts = [f"{rank_list(q)}: {verb(q, 'it', 'each')} {does[site]}{at(site)}" for site, q in shown]
         words = {r.activity for r in s.ranks.values()}
         do = (_DO.get(min(words)) if len(words) == 1 else None) or _LOOK_FOR
         locked = words == {"lock_file"} and len(places) == 1  # who holds it is at another place
         left = "; none of these ranks is seen to hold it: another process may, or one that was killed left it" * locked
-        yield NOBODY(
+        return NOBODY(
             severity=Severity.INFO if once and not locked else Severity.WARNING, victims=sorted(seen),
             where=wheres(s, sorted(seen)), places="; ".join(texts) + left, do=do, still=still,
         )  # fmt: skip
-        return
     sides = _sides({q: c.site for q, c in calls.items()})
     created = _sides({q: x.position.creates for q, x in seen.items() if q in calls and x.position is not None})
     if len(sides) == 1 and len(created) > 1:
-        yield _groups(s, seen, created, still)
-        return
+        return _groups(s, seen, created, still)
     if len(sides) == 1:
         call = calls[sides[0][0]]
-        yield (SAME_LINE if once else TOGETHER)(
+        return (SAME_LINE if once else TOGETHER)(
             victims=sorted(calls), collective=_unnumbered(call), waiting=wheres(s, sorted(calls)), what=_op(call), at=call.site,
             still=still,
         )  # fmt: skip
-        return
     odd, rest = [q for side in sides[1:] for q in side], sides[0]
     known = len(odd) < len(rest)
     if len(sides) == 2 and not known:
-        found = ahead.between(s.ranks, odd, rest, source)
+        found = stacks.between(s.ranks, odd, rest, source)
         # the side that a condition on the rank leads away
         led = paths.led_away(s.ranks[odd[0]].user_stack, s.ranks[rest[0]].user_stack, source)
         accused = list(found.ranks) if found is not None else (odd, rest)[led[1]] if led is not None else []
         known, odd, rest = bool(accused), accused or odd, [q for q in calls if q not in accused] if accused else rest
-    yield _apart(s, odd, rest, known, still, source)
+    return _apart(s, odd, rest, known, still, source)
 
 
 def _apart(

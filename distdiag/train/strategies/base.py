@@ -20,20 +20,14 @@ from distdiag.train.ranks import Ranks
 
 @dataclass(frozen=True)
 class Setup:
-    """Arguments of every strategy.
-
-    Args:
-        network: The whole model with its initial weights, equal on all ranks, on the CPU.
-        amp: "off", "bf16" or "fp16", already resolved.
-        copies: With dp: copies of the model; 0: one for each GPU, or for each CPU.
-    """
+    """Arguments of every strategy."""
 
     config: TrainConfig
     ranks: Ranks
-    network: nn.Module
-    amp: str
+    network: nn.Module  # the whole model with its initial weights, equal on all ranks, on the CPU
+    amp: str  # "off", "bf16" or "fp16", already resolved
     faults: Faults
-    copies: int = 0
+    copies: int = 0  # with dp: of the model; 0: one for each GPU, or for each CPU
 
 
 class Strategy:
@@ -43,7 +37,6 @@ class Strategy:
         network: The whole model without a wrapper. With stages: this rank's stage.
         model: The module whose forward is called.
         skeleton: The whole model without memory (meta device), for strategies whose ranks hold a part of it.
-        data_rank, data_ranks: This rank loads part `data_rank` of `data_ranks` of every global batch.
     """
 
     shares_batches = False  # True: each rank takes a part of every global batch
@@ -105,7 +98,6 @@ class Strategy:
         return nullcontext()
 
     def optimize(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip, update the parameters, and drop the gradients."""
         if self.setup.config.clip > 0:
             self.scaler.unscale_(optimizer)
             self.clip(self.setup.config.clip)

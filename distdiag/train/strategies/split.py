@@ -15,13 +15,9 @@ from distdiag.errors import DistdiagError
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of a model's forward.
+    """One step of a model's forward."""
 
-    Args:
-        name: Path of the module in the model, which its parameters' names begin with; "" for one without parameters.
-    """
-
-    name: str
+    name: str  # path of the module in the model, which its parameters' names begin with; "" for one without parameters
     module: nn.Module
 
 
@@ -60,7 +56,6 @@ class Stage(nn.Module):
         }
 
     def load_whole_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Load this stage's part of a whole model's state."""
         for name, piece in zip(self.names, self.pieces, strict=True):
             prefix = f"{name}."
             piece.load_state_dict(
@@ -70,17 +65,11 @@ class Stage(nn.Module):
 
 @dataclass(frozen=True)
 class Cut:
-    """How a model is divided.
-
-    Args:
-        stages: One list of pieces for each stage.
-        shares: Part of the model's forward FLOPs in each stage; they add up to 1.
-        shapes: Shape of one sample (without the batch dimension) before each stage and after the last.
-    """
+    """How a model is divided."""
 
     stages: list[list[Piece]]
-    shares: list[float]
-    shapes: list[tuple[int, ...]]
+    shares: list[float]  # of the model's forward FLOPs in each stage; they add up to 1
+    shapes: list[tuple[int, ...]]  # of one sample (without the batch dimension) before each stage and after the last
 
 
 def cut(pieces: Sequence[Piece], stages: int, sample_shape: tuple[int, ...]) -> Cut:

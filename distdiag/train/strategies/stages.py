@@ -158,7 +158,6 @@ class Stages(Strategy):
 
 
 def _action(action: Any) -> Action:
-    """Return torch's action as ours."""
     kind = FORWARD if action.computation_type.name == "FORWARD" else BACKWARD
     return kind, action.stage_index, action.microbatch_index
 

@@ -52,11 +52,7 @@ class Filter:
 
 
 def parse(text: str) -> Filter:
-    """Return the filter that the user typed.
-
-    Raises:
-        BadFilter: a word cannot be parsed.
-    """
+    """Return the filter that the user typed; raises BadFilter if a word cannot be parsed."""
     words = re.sub(r"\branks?\s+(?=[\d])", "rank:", text.strip(), flags=re.IGNORECASE).split()
     return Filter(text.strip(), tuple(_test(w) for w in words))
 

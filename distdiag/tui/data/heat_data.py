@@ -37,7 +37,6 @@ class HeatData:
 
     @property
     def cells(self) -> int:
-        """How many of them a row has."""
         return (self.last - self.first) // self.per + 1
 
     def cell_of(self, step: int | None) -> int:

@@ -36,8 +36,6 @@ class History:
 
 @dataclass(frozen=True)
 class MemoryData:
-    """Samples around one moment."""
-
     gpus: tuple[GpuRow, ...] = ()
     hosts: tuple[HostRow, ...] = ()
     processes: dict[int, ProcessRow] = field(default_factory=dict)

@@ -86,7 +86,6 @@ class Cached:
         self._moved_at = -math.inf
 
     def moved(self) -> None:
-        """Note that the user moved the cursor."""
         self._moved_at = self._now()
 
     def ranks(self, snap: Snapshot, ui: Ui) -> list[int]:

@@ -19,8 +19,6 @@ GPU_HISTORY = {"use": "utilization_pct", "memory": "memory_used_bytes", "power":
 
 @dataclass(frozen=True)
 class RankData:
-    """Everything of one rank beyond its row in the frame."""
-
     rank: int = -1
     steps: tuple[StepRow, ...] = ()
     collectives: tuple[CollectiveRow, ...] = ()

@@ -26,8 +26,6 @@ class Capacity:
 
 @dataclass(frozen=True)
 class RanksData:
-    """What the home screen shows beyond the frame."""
-
     comm: CommData | None = None
     points: tuple[history.Point, ...] = ()
     capacity: dict[int, Capacity] = field(default_factory=dict)  # by rank, of the ranks on the screen

@@ -21,8 +21,6 @@ from distdiag.tui.draw.severity import of_finding
 
 @dataclass(frozen=True)
 class Request:
-    """What the screen wants read."""
-
     page: str = "ranks"  # name of the page
     at_s: float | None = None  # moment to show, seconds since the run began; None follows the job
     rank: int | None = None  # the rank of the detail page, or the one under the cursor
@@ -105,11 +103,7 @@ class Taker:
         self._version = None
 
     def take(self, request: Request) -> Snapshot:
-        """Return the snapshot for a request; cheap if neither the database nor the request changed.
-
-        Raises:
-            RunUnreadable: as any reading.
-        """
+        """Return the snapshot for a request; cheap if neither the database nor the request changed."""
         self.run.check()
         version = self.run.data_version()
         if self._last is not None and version == self._version and request == self._request:

@@ -27,15 +27,7 @@ class Source(threading.Thread):
         hz: float = 2.0,
         follow_attempts: bool = True,
     ) -> None:
-        """Prepare; `start()` begins to read.
-
-        Args:
-            run_dir: The run to show; a restarted job's newest attempt is followed from there.
-            deliver: Called from this thread with each new snapshot.
-            readers: What each screen reads beyond the frame.
-            hz: How often to look for news.
-            follow_attempts: Switch to a newer attempt of the same run when there is one.
-        """
+        """Prepare; `start()` begins to read. `deliver` is called from this thread with each new snapshot."""
         super().__init__(name="distdiag-reader", daemon=True)
         self._dir = run_dir
         self._deliver = deliver
@@ -50,8 +42,6 @@ class Source(threading.Thread):
         self._taker: Taker | None = None
         self._good: Snapshot | None = None  # what was last read: shown dim under a problem
         self._sent: Snapshot | None = None
-
-    # -- called by the screen -----------------------------------------------------------------------------------
 
     def want(self, request: Request) -> None:
         """Read this from now on; at once if it differs from what is read now."""
@@ -77,8 +67,6 @@ class Source(threading.Thread):
         with self._wake:
             self._stopped = True
             self._wake.notify()
-
-    # -- the thread ---------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         rounds = 0

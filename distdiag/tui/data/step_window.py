@@ -15,12 +15,10 @@ def read(
     run: Run, cache: dict[Any, Any], slot: str, columns: Sequence[str], ranks: Iterable[int], span: tuple[int, int, int],
     newest: int,
 ) -> Steps:  # fmt: skip
-    """Return the steps of a span.
+    """Return the steps of a span: first and last step, and how far apart those are that are read.
 
-    Args:
-        slot: Where they are kept in the cache; one for each screen.
-        span: First and last step, and how far apart those are that are read.
-        newest: The run's last step; it and the one before may lack ranks that have not written yet, and are read again.
+    They are kept in the cache under `slot`. The `newest` step and the one before may lack ranks that have not written
+    yet, and are read again.
     """
     ranks, (first, last, stride) = tuple(ranks), span
     key = (tuple(columns), ranks, stride)

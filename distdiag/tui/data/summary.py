@@ -97,9 +97,7 @@ def summarise(table: RankTable, before: Summary) -> Summary:
         lost=lost,
         layout=layout,
         marks=marks,
-        flagged=tuple(i for i, m in enumerate(marks) if m.level)
-        if len(set(marks)) > 1 or (n and marks[0].level)
-        else (),
+        flagged=tuple(i for i, m in enumerate(marks) if m.level),
         step=int(max(steps)) if steps else None,
         step_behind=int(min(steps)) if steps else None,
         epoch=int(max(epochs)) if epochs else None,
@@ -118,7 +116,6 @@ def summarise(table: RankTable, before: Summary) -> Summary:
 
 
 def _lives(table: RankTable) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks that never reported, and the lost ranks."""
     words, codes = table.coded("life")
     if len(words) == 1 and words[0] not in (Life.MISSING, *severity.GONE):
         return (), ()

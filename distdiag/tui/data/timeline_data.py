@@ -19,8 +19,6 @@ Step = namedtuple("Step", ("t_end_s", "step_ms", "wait_ms", *(f"{p}_ms" for p in
 
 @dataclass(frozen=True)
 class TimelineData:
-    """Steps and collectives of a span of time."""
-
     begin_s: float = 0.0
     end_s: float = 0.0
     steps: dict[int, list[Step]] = field(default_factory=dict)  # by rank, rising

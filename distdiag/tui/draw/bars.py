@@ -22,12 +22,9 @@ def phases_of(row: object) -> list[tuple[str, float]]:
 def stacked(
     segments: Sequence[tuple[str, float]], scale: float, width: int, *, colour: bool = True, words: bool = True
 ) -> list[Part]:
-    """Return segments one after another in exactly `width` cells, where `width` represents `scale`.
+    """Return segments (name of a phase, its length) one after another in `width` cells, which represent `scale`.
 
-    Args:
-        segments: Name of a phase, and its length.
-        colour: False draws letters.
-        words: Write the phase into its segment where it has room.
+    Without `colour` they are letters. With `words`, a phase's name is in its segment where it has room.
     """
     if scale <= 0:
         return [(" " * width, "", "")]

@@ -84,7 +84,6 @@ class Canvas(Widget, can_focus=True):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """What is shown, from the top."""
         return tuple(self._lines)
 
     def show(self, lines: list[Line]) -> int:
@@ -170,7 +169,6 @@ class Canvas(Widget, can_focus=True):
         return found
 
     def picture(self, title: str) -> str:
-        """Return the content as SVG."""
         return svg(self._lines, self.style_of, self.size.width, title)
 
     def notify_style_update(self) -> None:
@@ -217,16 +215,15 @@ class Canvas(Widget, can_focus=True):
         self._wheel(event, -3)
 
     def on_mouse_scroll_left(self, event: events.MouseScrollLeft) -> None:
-        event.stop()
-        self.post_message(self.Wheel(-3, "pan"))
+        self._wheel(event, -3, "pan")
 
     def on_mouse_scroll_right(self, event: events.MouseScrollRight) -> None:
-        event.stop()
-        self.post_message(self.Wheel(3, "pan"))
+        self._wheel(event, 3, "pan")
 
-    def _wheel(self, event: events.MouseEvent, by: int) -> None:
+    def _wheel(self, event: events.MouseEvent, by: int, how: str = "") -> None:
         event.stop()
-        self.post_message(self.Wheel(by, "zoom" if event.ctrl else "pan" if event.shift else "move"))
+        how = how or ("zoom" if event.ctrl else "pan" if event.shift else "move")
+        self.post_message(self.Wheel(by, how))
 
     def on_resize(self) -> None:
         self.post_message(self.Resized())

@@ -75,9 +75,7 @@ def buckets(curve: Curve, end: float, step: float, n: int) -> list[float | None]
 def draw(chart: Chart, start: float, now: float, width: int, height: int, ascii_only: bool = False) -> list[Line]:
     """Return the chart in `height` lines (at least 4) of at most `width` cells: title, plot, axis.
 
-    Args:
-        start: First moment of the run; the chart shows the time from there on, or as much as fits.
-        now: Moment at the right edge.
+    It shows the time from `start`, the run's first moment, up to `now`, or as much of it as fits.
     """
     columns = max(4, width - LABEL - 1)
     per_cell, rows = (1, 1) if ascii_only else (2, 4)

@@ -47,7 +47,6 @@ def width_of(text: Line) -> int:
 
 
 def plain(text: Line) -> str:
-    """Return the line without its styles."""
     return "".join(p[0] for p in text).rstrip()
 
 

@@ -56,7 +56,6 @@ def of_rank(life: str | None, severity: str | None) -> Mark:
 
 
 def of_table(table: RankTable) -> list[Mark]:
-    """Return the mark of every rank of a frame."""
     lives, life = table.coded("life")
     severities, found = table.coded("severity")
     if len(lives) == len(severities) == 1:
@@ -66,11 +65,7 @@ def of_table(table: RankTable) -> list[Mark]:
 
 
 def state_of(row: RankRow, mark: Mark, stuck: bool = False) -> tuple[str, str]:
-    """Return the last column of the rank table: `(word, style)`.
-
-    Args:
-        stuck: The job makes no progress: a rank in a collective then `waits`.
-    """
+    """Return the last column of the rank table, `(word, style)`; in a `stuck` job a rank in a collective `waits`."""
     life = row.life
     if life == Life.KILLED:
         return signal_name(row.signal) if row.signal else "killed", LOST.style

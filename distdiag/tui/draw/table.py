@@ -31,11 +31,7 @@ class Column(Generic[R]):
 
 
 def choose(columns: Sequence[Column[R]], width: int, lead: int = 0) -> list[tuple[Column[R], int]]:
-    """Return the columns that fit in `width` cells, in their order, each with its width.
-
-    Args:
-        lead: Cells already used at the left.
-    """
+    """Return the columns that fit in `width` cells after `lead` at the left, in their order, each with its width."""
     chosen: list[Column[R]] = []
     left = width - lead
     for column in sorted(columns, key=lambda c: c.priority):
@@ -73,13 +69,7 @@ def header(chosen: Sequence[tuple[Column[R], int]], lead: int = 0, sort: str = "
 def row(
     chosen: Sequence[tuple[Column[R], int]], item: R, lead: Sequence[Part] = (), dim: bool = False, hit: str = ""
 ) -> Line:
-    """Return one row.
-
-    Args:
-        lead: Parts at the left: the severity's glyph.
-        dim: Old numbers: muted, except what carries a severity.
-        hit: What a click on it does.
-    """
+    """Return one row after `lead`, the severity's glyph; if `dim`, all is muted but what carries a severity."""
     parts: list[Part] = list(lead)
     for column, width in chosen:
         if column.parts is not None:

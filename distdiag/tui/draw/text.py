@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from unicodedata import combining, east_asian_width
 
 from distdiag.terms.quantiles import quantile
 from distdiag.terms.sites import line_text
@@ -59,8 +60,10 @@ def cells(text: str) -> int:
 
 @lru_cache(maxsize=8192)
 def _other_cells(text: str) -> int:
-    from rich.cells import cell_len
-
+    try:
+        from rich.cells import cell_len
+    except ModuleNotFoundError:  # `tui --once` needs nothing of the live view
+        return sum(2 if east_asian_width(c) in "WF" else not combining(c) for c in text)
     return cell_len(text)
 
 
@@ -137,9 +140,6 @@ def _pieces(word: str, width: int) -> Iterator[str]:
     yield word[begin:]
 
 
-# -- numbers ------------------------------------------------------------------------------------------------------
-
-
 def percent(v: float | None) -> str:
     return f"{v:.0f}%" if is_number(v) else MISSING
 
@@ -168,9 +168,6 @@ def place(file: str | None, line: float | None, function: str | None = None, wid
 def quote(path: object) -> str:
     """Return a path as it can be typed in a shell; control characters are shown."""
     return clean(shlex.quote(str(path)))
-
-
-# -- bars ---------------------------------------------------------------------------------------------------------
 
 
 def spark(values: Sequence[float | None], width: int) -> str:

@@ -44,7 +44,6 @@ EXPOSED = 0.3  # the limit of the finding comm_bound
 
 
 def _ms(us: float | None) -> str:
-    """Return microseconds as ms with two digits: collectives are short."""
     return decimal(None if us is None else us / 1e3, 2)
 
 
@@ -60,7 +59,7 @@ _C = Column[OpStats]
 COLUMNS = (
     _C("", "op", 11, "collective", lambda o: clean(o.op), "<", 0, 4),
     _C("", "group", 10, "process group", lambda o: clean(o.group), "<", 0, 6),
-    _C("", "n/step", 6, "how many per step", lambda o: per_step_text(o.per_step), ">", 2),
+    _C("", "n/step", 6, "how many per step", lambda o: decimal(o.per_step, 0 if (o.per_step or 0) >= 1 else 2), ">", 2),
     _C("", "size", 9, "bytes of one rank's tensor, as torch counts them", lambda o: size(o.bytes)),
     _C("", "p50 ms", 7, "median time on the rank that arrived last: the transfer", lambda o: _ms(o.p50_us)),
     _C("", "p99 ms", 7, "99 % are shorter; only of 100 and more", lambda o: _ms(o.p99_us), ">", 4),
@@ -78,13 +77,17 @@ FLIGHT = (
     _F("", "seq", 8, "sequence number in its group", lambda f: integer(f.seq)),
     _F("", "size", 9, "bytes", lambda f: size(f.bytes), ">", 2),
     _F("", "age", 12, "of the rank that waits longest", lambda f: seconds(f.age_s)),
-    _F("", "entered", 14, "ranks that are in it", lambda f: _entered(f), "<", 1),
+    _F(
+        "",
+        "entered",
+        14,
+        "ranks that are in it",
+        lambda f: f"{len(f.entered):,}" + (f" of {f.size:,}" if f.size else ""),
+        "<",
+        1,
+    ),
     _F("", "waits for", 16, "members that have not entered it", lambda f: _missing(f), "<", 0, 60),
 )
-
-
-def _entered(f: InFlight) -> str:
-    return f"{len(f.entered):,} of {f.size:,}" if f.size else f"{len(f.entered):,}"
 
 
 def _missing(f: InFlight) -> Cell:
@@ -245,11 +248,9 @@ Marks = tuple[tuple[float, str], ...]  # moments and their style
 
 
 def arrivals(frame: Frame | None, data: CommData, at: int, width: int, room: int) -> list[Line]:
-    """Draw who arrives when, on axes from the first rank to the last: at a step's first collective, and at each operation.
+    """Draw who arrives when, from the first rank to the last: at a step's first collective, and at each operation.
 
-    Args:
-        at: Index of the operation at the cursor, which is drawn first.
-        room: Lines at most.
+    The operation `at` the cursor is drawn first; `room` is the most lines.
     """
     table = frame.table if frame is not None else None
     of_step = [] if table is None else list(zip(table.numbers("rank"), table.numbers("late_ms"), strict=True))
@@ -313,7 +314,3 @@ def charts(o: OpStats, now: float, width: int, height: int, marks: Marks, ascii_
     made = grid(found, times[0], end, width - 1, height - 1, ascii_only)
     name = f" {clean(o.op)} {size(o.bytes) if o.bytes is not None else ''}".rstrip()
     return [line((name, "bold"), (f"   group {clean(o.group)}", "muted")), *made] if made else []
-
-
-def per_step_text(n: float | None) -> str:
-    return decimal(n, 0 if (n or 0) >= 1 else 2)

@@ -33,7 +33,6 @@ class _Shown:
     usual_size: int | None
 
     def of(self, name: str) -> Any:
-        """Return a value of the loader; None if there is none."""
         return getattr(self.loader, name, None)
 
 

@@ -44,8 +44,6 @@ class HeatPage(RankedPage[HeatData]):
     empty = HeatData
     read = staticmethod(heat_data.read)
 
-    # -- where the person looks -----------------------------------------------------------------------------------
-
     def pan(self, snap: Snapshot, ui: Ui, by: int) -> None:
         """Move the cursor by so many cells; the picture follows at its edges."""
         data = self.data(snap)
@@ -58,7 +56,6 @@ class HeatPage(RankedPage[HeatData]):
         ui.per = ZOOMS[max(0, min(len(ZOOMS) - 1, ZOOMS.index(ui.per) - by))]
 
     def click(self, snap: Snapshot, ui: Ui, rank: int, x: int) -> None:
-        """Put the cursor on the cell that was clicked."""
         data = self.data(snap)
         if 0 <= x - LABEL < len(data.values.get(rank, ())):
             ui.cursor["heat"] = rank
@@ -80,8 +77,6 @@ class HeatPage(RankedPage[HeatData]):
             "heat", ui.paused_at_s, items[index] if index is not None and items else None, tuple(items[top : top + room]),
             window, ui.metric, per=ui.per, end=ui.end_step, step=ui.step,
         )  # fmt: skip
-
-    # -- drawing --------------------------------------------------------------------------------------------------
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data = snap.panel if isinstance(snap.panel, HeatData) else HeatData(ui.metric)

@@ -103,15 +103,9 @@ class Sheet:
         self, ui: Ui, page: str, items: Sequence[Item], room: int, draw: Callable[[Sequence[Item]], Iterable[Line]],
         rows: str = "   rows", of: str = "",
     ) -> tuple[int, int | None]:  # fmt: skip
-        """Write the items that fit into `room` lines, the one under the cursor marked; below, which of how many they are.
+        """Write the items that fit into `room` lines, the one at the cursor marked; below, which of how many they are.
 
-        Args:
-            draw: Makes the line of each item.
-            rows: What the items are.
-            of: Of what they are all of that pass.
-
-        Returns:
-            Index of the first item shown, and of the one under the cursor.
+        `rows` names the items, `of` what they are all of that pass. Returns the index of the one under the cursor.
         """
         room = max(1, room)
         top, index = ui.window(page, items, room)

@@ -70,13 +70,9 @@ def _columns(scale_ms: float, colour: bool) -> tuple[Column[RankTimes], ...]:
         Column("", "exposed", 8, "communication that no computation hides", lambda r: milliseconds(r.exposed_ms), ">", 1),
         Column("", "waits", 8, "of it: waiting for the last rank", lambda r: milliseconds(r.wait_ms), ">", 2),
         Column("", "idle", 8, "neither", lambda r: milliseconds(r.idle_ms + r.data_ms), ">", 2),
-        Column("", "memory", 9, "peak: device, else resident", lambda r: size(_peak(r)), ">", 5),
+        Column("", "memory", 9, "peak: device, else resident", lambda r: size(r.peak_bytes), ">", 5),
         Column("", "", 20, "", lambda r: "", "<", 4, 60, 0, bar, head),
     )  # fmt: skip
-
-
-def _peak(r: RankTimes) -> int | None:
-    return r.device_peak_bytes if r.device_peak_bytes is not None else r.rss_peak_bytes
 
 
 class ProfilePage(Page[ProfileData]):

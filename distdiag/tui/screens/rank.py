@@ -113,7 +113,6 @@ def _title(snap: Snapshot, row: RankRow, mark: severity.Mark, width: int) -> Lin
 
 
 def _now(row: RankRow, width: int) -> list[Line]:
-    """Return a sentence about what the rank does now."""
     doing = f"{clean(row.phase or 'phase not known')} for {seconds(row.phase_age_s)}"
     if row.waiting_op:
         nbytes = size(row.waiting_bytes) if row.waiting_bytes is not None else ""

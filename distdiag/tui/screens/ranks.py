@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
+from itertools import product
 from typing import Any
 
 from distdiag.tui.data import history, ranks_data
@@ -10,7 +11,6 @@ from distdiag.tui.data.order import BY_KEY
 from distdiag.tui.data.ranks_data import Capacity, RanksData
 from distdiag.tui.data.snapshot import Request, Snapshot
 from distdiag.tui.data.state import JobState, job_state
-from distdiag.tui.data.summary import Layout
 from distdiag.tui.draw import bars, severity
 from distdiag.tui.draw.charts import MIN_HEIGHT as CHART_HEIGHT
 from distdiag.tui.draw.lines import BLANK, Line, Part, Screenful, fitted, line, width_of
@@ -93,12 +93,8 @@ class RanksPage(RankedPage[RanksData]):
         chosen = choose(columns_for(snap, ui, job.stuck, sheet.width), sheet.width, lead=2)
         sheet.add(header(chosen, 2, ui.sort, ui.reverse))
         if not items:
-            why = (
-                f"no rank passes the filter `{clean(ui.filter.text)}`: / changes it"
-                if ui.filter.text
-                else "no rank yet"
-            )
-            return sheet.note(f"   {why}")
+            words = clean(ui.filter.text)
+            return sheet.note(f"   no rank passes the filter `{words}`: / changes it" if words else "   no rank yet")
         if ui.follow and ui.interactive:
             ui.cursor["ranks"], ui.top["ranks"] = items[0], 0
         capacity, scale = self.data(snap).capacity, max(table.known("step_ms"), default=0.0)
@@ -185,8 +181,9 @@ def map_lines(snap: Snapshot, width: int, room: int) -> list[Line]:
         for i in snap.summary.flagged:
             column, row = layout.place[i]
             rows[row][column] = marks[i]
-        for row, column in _holes(layout):
-            rows[row][column] = NOBODY
+        if len(layout.place) < columns * locals_:  # the last node may have fewer ranks
+            for column, row in {*product(range(columns), range(locals_))} - {*layout.place}:
+                rows[row][column] = NOBODY
         labels = [f" gpu {x:<4}"[:9] for x in layout.locals]
         return [_row(label, flagged, range(columns), layout.nodes) for label, flagged in zip(labels, rows, strict=True)]
     worst: dict[int, Mark] = {}
@@ -199,14 +196,6 @@ def map_lines(snap: Snapshot, width: int, room: int) -> list[Line]:
     if len(starts) > min(room, MAX_LINES):
         return []
     return [_row(f" n{layout.nodes[a]:<7}", worst, range(a, min(columns, a + per_line)), layout.nodes) for a in starts]
-
-
-def _holes(layout: Layout) -> list[tuple[int, int]]:
-    """Places of the map where no rank is: the last node may have fewer."""
-    if len(layout.place) == len(layout.nodes) * len(layout.locals):
-        return []
-    there = set(layout.place)
-    return [(y, x) for x in range(len(layout.nodes)) for y in range(len(layout.locals)) if (x, y) not in there]
 
 
 def _row(label: str, flagged: dict[int, Mark], columns: range, nodes: Sequence[int]) -> Line:

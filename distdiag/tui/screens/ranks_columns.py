@@ -123,10 +123,6 @@ def _at(s: Shown) -> Cell:
     return (text, s.mark.style) if s.mark.level >= severity.WARN.level else text
 
 
-def _state(s: Shown) -> Cell:
-    return severity.state_of(s.row, s.mark, s.stuck)
-
-
 def host_width(snap: Snapshot) -> int:
     """Return the cells of the node column: as wide as the longest host name, from 8 to 20."""
     return max(8, min(20, snap.summary.layout.host_cells))
@@ -146,9 +142,8 @@ _SEQ = _C("", "seq", 7, "newest collective's number in its group", _sequence, ">
 _LAST = _C("", "last collective", 18, "newest collective issued, with its size", _last, "<", 10)
 _PID = _C("", "pid", 8, "process id on its node", lambda s: integer(s.row.pid), ">", 20)
 _AT = _C("", "at", 16, "the main thread's innermost line of the job's own code", _at, "<", 16, 24)
-_STATE = _C(
-    "", "state", 8, "worst open finding that names the rank, or what happened to its process", _state, "<", 0, 6
-)
+_STATE = _C("", "state", 8, "worst open finding that names the rank, or what happened to its process",
+            lambda s: severity.state_of(s.row, s.mark, s.stuck), "<", 0, 6)  # fmt: skip
 _MEMORY = _C("memory", "mem GiB", 7, "peak of torch's allocator on the device; without one, the process's RSS; the bar is the share of "
              "the device's, or of the host's, memory", _memory, ">", 2)  # fmt: skip
 _GPU_USE = _C("", "GPU %", 6 + GAUGE, "utilisation of the rank's GPU, newest sample", _cpu, ">", 5, 0, GAUGE + 1,
@@ -277,7 +272,6 @@ _COLUMNS = (
 
 
 def list_groups(sheet: Sheet, snap: Snapshot, ui: Ui, room: int) -> None:
-    """Write header and rows."""
     found = {g.node: g for g in groups(snap, ui)}
     host = _N("node", "node", host_width(snap), "host", lambda g: short_host(g.host), "<")
     chosen = choose([host, *_COLUMNS], sheet.width, lead=2)

@@ -46,13 +46,9 @@ def of_step(step: Step) -> list[Segment]:
 
 
 def now_of(row: RankRow, after: float, now: float, waited: Where | None = None) -> list[Segment]:
-    """Return what a rank has done since its last step.
+    """Return what a rank has done since its last step, which ended at `after` (seconds of the run).
 
-    Args:
-        row: The rank in the newest frame.
-        after: When its last step ended, seconds of the run.
-        now: Time of the frame.
-        waited: Where the rank waited when it was lost, if a finding has it: the frame does not.
+    `waited`: where it waited when it was lost, if a finding has it: the frame does not.
     """
     if row.life in _STILL:
         if row.life == Life.FINISHED:
@@ -153,8 +149,6 @@ class TimelinePage(RankedPage[TimelineData]):
     empty = TimelineData
     read = staticmethod(timeline_data.read)
 
-    # -- where the person looks -----------------------------------------------------------------------------------
-
     def pan(self, snap: Snapshot, ui: Ui, by: int) -> None:
         """Move by twentieths of the span; at the end the timeline follows the job again."""
         data = snap.panel
@@ -183,8 +177,6 @@ class TimelinePage(RankedPage[TimelineData]):
             "timeline", ui.paused_at_s, None, tuple(items[top : top + room]), extra=stopped, span=_span(snap, ui),
             until=ui.until_s,
         )  # fmt: skip
-
-    # -- drawing --------------------------------------------------------------------------------------------------
 
     def render(self, snap: Snapshot, ui: Ui, width: int, height: int) -> Screenful:
         data, job = self.data(snap), job_state(snap)
@@ -276,7 +268,6 @@ def _collectives(data: TimelineData, plot: int) -> Line:
 
 
 def _axis(data: TimelineData, plot: int) -> Line:
-    """Return seconds before the right edge."""
     span = data.end_s - data.begin_s
     text = [" "] * plot
     for x in range(0, plot - 18, 20):
