@@ -111,9 +111,20 @@ def _of_run(target: str | None) -> Report:
             hint = f"the traceback is in {path / MONITOR_LOG}; the job itself is not affected"
             raise DistdiagError(f"the monitor of {path} failed: {failure}", hint, ExitCode.NO_DATA, "no_rank")
         raise rundir.no_rank_yet(path)
-    return (
-        msgspec.structs.replace(report, notes=(*report.notes, *notes_on_latest(path))) if path.is_symlink() else report
-    )
+    notes = (*report.notes, *_earlier(path), *(notes_on_latest(path) if path.is_symlink() else ()))
+    return msgspec.structs.replace(report, notes=notes)
+
+
+def _earlier(path: Path) -> Iterator[str]:
+    """Yield which attempts of a job that its launcher has started again came before this one."""
+    from distdiag.diagnosis.text.finding import printable
+    from distdiag.store import rundir
+
+    found = rundir.attempts(path)
+    before = found[: [x.resolve() for x in found].index(path.resolve())] if len(found) > 1 else []
+    if before:
+        commands = ", ".join(f"`distdiag diagnose {shlex.quote(rundir.shown(x / rundir.DATABASE))}`" for x in before)
+        yield f"the launcher has started this job again; before this attempt: {printable(commands)}"
 
 
 def _finish(path: Path) -> None:

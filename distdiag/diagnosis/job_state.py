@@ -33,6 +33,8 @@ def job_state(
     worst = [f for f in findings if at_least(f.severity, Severity.ERROR)]
     expected = s.expected or s.world_size
     if s.ranks and all_ended(s) and (final or len(s.ranks) >= expected):
+        if any(f.kind == kinds.RANK_LOST.name for f in findings if f.severity == Severity.INFO) and not worst:
+            return State.ENDED, "all ranks left together, and the launcher starts them again"
         return _ended(s, worst, lived)
     for state in _WORST_FIRST:
         for f in findings:

@@ -94,7 +94,7 @@ TIMEOUT = _fatal(
     state=State.DEGRADED, explains=(_STALL, _LOSS, _ECHO_OF_END),
 )  # fmt: skip
 RANK_LOST = _fatal(
-    name="rank_lost", severities=(_WARNING, _ERROR), causes=("killed", "crashed", "configuration", "silent"), sticky=True,
+    name="rank_lost", severities=(_INFO, _WARNING, _ERROR), causes=("killed", "crashed", "configuration", "silent"), sticky=True,
     state=State.DEGRADED, explains=(_STALL, _ECHO_OF_END),
 )  # fmt: skip
 UNUSED_PARAMETERS = Kind(

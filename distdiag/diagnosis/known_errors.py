@@ -96,6 +96,8 @@ ROWS = (
           "members of the group"),
     Known(bounded(r"Incorrect (input|output) list size"),
           "give the list one entry for each rank of the group, in every case: pad it with empty entries"),
+    Known(bounded(r"allgather\w*: invalid tensor size at index"),
+          "give every tensor in the list the shape of the input: gloo compares them on the rank itself"),
     Known(bounded(r"EADDRINUSE|[Aa]ddress already in use|server socket has failed to listen"), TAKEN_PORT),
     Known(bounded(r"/dev/shm/nccl-"), "make room in /dev/shm on that host (`df -h /dev/shm`): delete what ended jobs have left there (nccl-*), and in a container give it more (docker --shm-size, a Memory emptyDir); NCCL_SHM_DISABLE=1 does without it, slower"),
     Known(bounded(r"unable to write to file </torch_|No space left on device.{0,40}(/dev/shm|torch_)|unable to mmap|insufficient shared memory|workers are out of shared memory"), FULL_SHM),

@@ -6,7 +6,10 @@ lost is what counts, whoever may save, validate or upload.
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot, Step
@@ -15,6 +18,15 @@ from distdiag.diagnosis.step_times import LIMITS, PHASES, part_ms, self_ms
 PAUSE_MS = 200.0  # that the others wait in such a step
 FACTOR = 3.0  # the same, as a multiple of the usual step
 LONG_STEP_S = 5.0  # with the same multiple: a step that holds an evaluation, an export or the like
+_WORDS = re.compile(r"[A-Z]?[a-z]+")
+_VALIDATION = {
+    "validate", "validation", "valid", "val", "eval", "evaluate", "evaluation", "test", "predict", "inference",
+}  # fmt: skip
+
+
+def validates(stack: Iterable[Site]) -> bool:
+    """True if a function on the stack is named as one that evaluates a model."""
+    return any(word.lower() in _VALIDATION for site in stack for word in _WORDS.findall(site.function))
 
 
 @dataclass
@@ -35,11 +47,15 @@ class Lost:
 
     @property
     def stack(self) -> tuple[Site, ...]:
-        """The stack at the line at which most polls saw the rank; empty if none did."""
+        """The stack at the line at which most polls saw the rank; empty if none did.
+
+        A module's `forward` is called again and again: what lasts is what calls it.
+        """
         at: Counter[Site] = Counter()
         for stack, n in self.stacks.items():
             at[stack[0]] += n
-        return max(self.stacks, key=lambda stack: (at[stack[0]], self.stacks[stack]), default=())
+        most = max(self.stacks, key=lambda stack: (at[stack[0]], self.stacks[stack]), default=())
+        return tuple(itertools.dropwhile(lambda site: site.function == "forward", most)) or most
 
     def plus(self, ms: float, phase: str, settled: bool) -> Lost:
         """Return the same with one more pause; the stacks are shared."""

@@ -13,6 +13,7 @@ from distdiag.monitor.evidence.on_suspicion import SUSPECT_S, Gatherer
 from distdiag.monitor.host import processes
 from distdiag.monitor.host.samples import Sampling
 from distdiag.monitor.ranks.state import RankView
+from distdiag.terms import launchers
 
 Idle = Mapping[int, tuple[bool | None, str | None]]
 
@@ -65,6 +66,9 @@ def of_pages(now_s: float, views: Mapping[int, RankView], ranks: dict[int, RankS
         t_s=now_s,
         world_size=world,
         expected=_of_most([h.local_world_size for h in headers]) or None,
+        # torchrun's, in the environment of the rank that has started this monitor
+        restarts_left=(launchers.number("TORCHELASTIC_MAX_RESTARTS") or 0)
+        - (launchers.number("TORCHELASTIC_RESTART_COUNT") or 0),
         ranks=ranks,
         groups=groups,
         usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,

@@ -86,7 +86,7 @@ class Header(Structure):
         ("exception_ns", c_uint64),
         ("caught_ns", c_uint64),
         ("n_groups", c_uint64),
-        ("n_models", c_uint64),
+        ("n_models", c_uint64),  # wrapped so far; the slots are those of the newest
         ("started_wall_ns", c_uint64),
         ("started_mono_ns", c_uint64),
         ("process_start_ticks", c_uint64),

@@ -15,7 +15,6 @@ from distdiag.page.layout import (
     HEAP_BYTES,
     LOADERS,
     MAGIC,
-    MODELS,
     PAGE_BYTES,
     PEERS,
     SAMPLES,
@@ -38,7 +37,7 @@ _COUNT = 1 << 48
 _MOST = (
     ("phase", len(Phase) - 1), ("blocked", len(Blocked) - 1), ("life", len(LifeWord) - 1), ("stack_depth", STACK),
     ("stack_phase", len(Phase) - 1), ("exception_depth", STACK), ("n_groups", GROUPS), ("n_peers", PEERS),
-    ("n_sites", SITES), ("n_loaders", LOADERS), ("n_models", MODELS), ("heap_used", HEAP_BYTES), ("initialised", 1 << 16),
+    ("n_sites", SITES), ("n_loaders", LOADERS), ("n_models", _COUNT), ("heap_used", HEAP_BYTES), ("initialised", 1 << 16),
     ("rank", 1 << 20), ("world_size", 1 << 20), ("local_world_size", 1 << 16), ("node", 1 << 20),
     ("pid", 1 << 30), ("step", _COUNT), ("micro_steps", _COUNT), ("n_steps", _COUNT), ("n_calls", _COUNT),
     ("n_samples", _COUNT), ("n_scalars", _COUNT), ("n_ddp_times", _COUNT), ("dropped", _COUNT), ("errors", _COUNT),

@@ -45,6 +45,7 @@ def test_the_last_smaller_batch_explains_an_error_about_sizes() -> None:
          replace(MODEL, forwards=102), "broadcast_buffers=False", "has run 2 forwards since its last backward"),
         ("RuntimeError: You can't use batches of different size with `dispatch_batches=True`", MODEL, "drop_last=True", ""),
         ("ValueError: Global rank 0 is not part of group <ProcessGroup>", MODEL, "group_src", ""),
+        ("RuntimeError: ProcessGroupGloo::allgather: invalid tensor size at index 1 (expected (384, 96), got (96, 384))", MODEL, "the shape of the input", ""),
         ("RuntimeError: ProcessGroupGloo::scatter: Incorrect input list size 2.", MODEL, "one entry for each rank", ""),
         ("requests.exceptions.ReadTimeout: HTTPSConnectionPool(host='pics.example.org', port=443): Read timed out.", MODEL, "skip that sample on all ranks", ""),
         ("OSError: We couldn't connect to 'https://huggingface.co' to load the files", MODEL, "HF_HUB_OFFLINE=1", ""),

@@ -175,6 +175,17 @@ def test_the_line_is_the_one_at_which_the_others_waited() -> None:
     assert f.where[0].line == 14 and "at train.py:14 in upload" in f.message
 
 
+@pytest.mark.parametrize(("line", "part"), [("hits += net(x)", True), ("torch.save(net, path)", False)])
+def test_a_pause_for_an_evaluation_is_shared_among_the_ranks(line: str, part: bool) -> None:
+    of = snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)
+    pauses = followed(of)
+    stack = tuple(Site("/job/train.py", n, f) for n, f in ((5, "forward"), (1, "evaluate"), (30, "main")))
+    pauses.waits_for(replace(of[-1].ranks[0], user_stack=stack))
+    f = only([f for f in findings(of[-1], straggler, pauses=pauses, source=lambda _: line) if f.cause == "pauses"])
+    assert "at train.py:1 in evaluate" in f.message and [w.line for w in f.where] == [1, 30]
+    assert f.advice.startswith("let every rank evaluate a part") is part
+
+
 def test_full_collections_are_the_cause_if_they_are_most_of_the_cost() -> None:
     of = snapshots(dict.fromkeys(range(20, N, 40), 2.0), polls=40)
     collected = [

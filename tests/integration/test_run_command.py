@@ -216,6 +216,8 @@ def test_each_attempt_of_an_elastic_restart_is_a_run(tmp_path: Path) -> None:
     assert "ValueError: a bad record" in lost[0]["message"]
     code, report = verdict(run)  # readers show the newest of several attempts
     assert (code, Path(report["run"]).name, serious(report)) == (0, "attempt_1", [])
+    assert f"before this attempt: `distdiag diagnose {run / 'run.db'}`" in report["notes"][-1]
+    assert verdict(run / "run.db")[1]["notes"] == []
 
 
 # -- FSDP ----------------------------------------------------------------------------------------------------

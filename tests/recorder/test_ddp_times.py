@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -128,3 +129,28 @@ def test_what_a_rank_has_not_used_is_counted_although_another_rank_gave_it_a_gra
     page = SimpleNamespace(words=[5], add=lambda *_, **__: None, text=lambda _: 0)
     DdpTimes(ddp, 0, slot := ModelSlot(), 0).read(ddp, page, 5)
     assert slot.unused_hits == hits
+
+
+def test_many_modules_one_after_the_other_lose_no_records(tmp_path: Path) -> None:
+    (tmp_path / "search.py").write_text(
+        textwrap.dedent("""
+        import torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel as DDP
+
+        dist.init_process_group("gloo")
+        teacher = DDP(torch.nn.Linear(3, 3))  # lives on
+        for width in range(4, 20):
+            model = DDP(torch.nn.Linear(8, width))
+            for _ in range(3):
+                model(torch.randn(4, 8)).sum().backward()
+                torch.optim.SGD(model.parameters(), 0.1).step()
+        dist.destroy_process_group()
+    """)
+    )
+    command = ["-m", "distdiag.run", "--run-dir", tmp_path / "run", tmp_path / "search.py"]
+    with launch(command, nproc=1, timeout=60, fork_ranks=True) as job:
+        assert job.wait() == 0, job.tail()
+        closed(tmp_path / "run")
+    assert rows(tmp_path / "run", "SELECT message FROM finding") == []
+    newest = rows(tmp_path / "run", "SELECT bytes, backwards FROM ddp ORDER BY model DESC LIMIT 1")
+    assert newest == [((8 * 19 + 19) * 4, 3)]

@@ -564,3 +564,23 @@ def test_an_epoch_that_is_resumed_is_no_new_one_with_the_same_order(
     slot.n_first, slot.exhausted = 3, int(ended)
     recorded.starts(loader, object(), None)
     assert slot.n_previous == kept
+
+
+@pytest.mark.parametrize(
+    ("models", "wrapped", "again", "kept"),
+    [(1, 0, False, 3), (1, 1, False, 0), (1, 1, True, 0), (0, 0, True, 3), (0, 0, False, 0)],
+    ids=["a new sampler in each epoch", "the next trial", "its loader is kept", "without DDP", "may be the next trial"],
+)
+def test_the_first_pass_of_another_training_follows_none(
+    models: int, wrapped: int, again: bool, kept: int, recorded: Loaders
+) -> None:
+    def made() -> DataLoader[int]:
+        return DataLoader(Counted(), 4, sampler=DistributedSampler(Counted(), num_replicas=2, rank=0))
+
+    recorded.header.n_models, loader = models, made()
+    recorded.starts(loader, object(), None)
+    slot = next(iter(recorded._slots.values()))
+    slot.n_first = 3
+    recorded.header.n_models += wrapped
+    recorded.starts(loader if again else made(), object(), None)
+    assert slot.n_previous == kept and slot.length == 3

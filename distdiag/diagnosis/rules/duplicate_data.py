@@ -18,13 +18,13 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.comparison import by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
-from distdiag.diagnosis.model.snapshot import Call, Loader, RankState, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, Loader, RankState, Site, Snapshot
 from distdiag.diagnosis.replicas import limits as averaged
 from distdiag.diagnosis.replicas import samples_of
 from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.training_data import NOT_ONE_MODEL
-from distdiag.terms.operations import family
+from distdiag.terms.operations import family, op_name
 from distdiag.terms.ranks import by_value
 
 kind = kinds.DUPLICATE_DATA
@@ -56,6 +56,9 @@ SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same
     "{do}", proved=True)  # fmt: skip
 FED = Template(kind, "same_batches_on_ranks", "the first batches of {same} are the same{site}{also}; later ones are not compared",
     f"{_REPEATED}, if the later batches are the same, too", "{do}", proved=True)  # fmt: skip
+OWN_SAMPLES = Template(kind, "same_batches_on_ranks", "the loaders of {same} give the same batches{site}{also}; with each, the ranks exchange a "
+    "value of each sample{exchange}", f"none if each rank makes samples of its own from them; else {_REPEATED}",
+    "{do}, unless it is to give all ranks the same (prompts, of which each rank samples completions)", severity=Severity.INFO, proved=True)  # fmt: skip
 SAME_LABELS = Template(kind, "same_batches_on_ranks",
     "{same} train on batches with the same labels{site}{also}: the same samples, augmented differently, or other "
     "samples with the same pattern of labels", _REPEATED, "{do}")  # fmt: skip
@@ -337,13 +340,34 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
     else:
         do = "dataset" if all(x.sampler_fits for x in mine) else "sampler"
     template = SAME_LABELS if labels else FED if do == "fed" else SAME_BATCHES
+    own = _value_of_each_sample(s, loaders, ranks) if template is SAME_BATCHES else None
+    if own is not None:
+        template, severity = OWN_SAMPLES, Severity.INFO
     repeated = len(ranks) - len(groups)
     if len(groups) > 1 and do == "no sampler":
         do = "parts"
     yield _found(
-        template, s, loaders, ranks, severity=severity, repeated=repeated, same=rank_list(groups[0]),
+        template, s, loaders, ranks, severity=severity, repeated=repeated, same=rank_list(groups[0]), exchange=at(own),
         also=_also(groups), do=_DO[do].format(parts=s.world_size - repeated, world=s.world_size),
     )  # fmt: skip
+
+
+def _value_of_each_sample(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> Site | None:
+    """Return where ranks exchange a value of each sample with each batch; None if they do not, or all always have one loss.
+
+    So do ranks that make samples of their own from the batches: completions of prompts, whose rewards are compared.
+    """
+    losses = _losses(s, ranks)
+    if len(losses) >= limits.times and all(len(set(x)) == 1 for x in losses):
+        return None
+    for r, x in ((s.ranks[q], loaders[q]) for q in ranks if (loaders[q].batch_size or 0) > 1):
+        often = max(x.batches - 1, limits.times)
+        sites = {c.site for c in r.calls if c.site is not None and r.sites.get(c.site.key, 0) >= often}
+        for c in r.calls:
+            one_each = (c.shape or ())[:1] == (x.batch_size,) and (c.bytes or 0) <= averaged.metrics_bytes
+            if one_each and c.site in sites and op_name(c.op).startswith(("all_gather", "gather")):
+                return c.site
+    return None
 
 
 def _shifted(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding]:
@@ -366,7 +390,7 @@ def _shuffled_apart(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding
     """Yield the finding of ranks that split one shuffled data set, each shuffled in its own order."""
     rows = loaders.values()
     split = all(x.distributed_sampler and x.shuffle and x.sampler_seed is not None for x in rows)
-    if not split or len({(x.dataset_length, x.iterations_started) for x in rows}) > 1:
+    if not split or len({(x.dataset_length, x.iterations_started, x.length is None) for x in rows}) > 1:
         return
     for what, values in (
         ("seed", {q: x.sampler_seed for q, x in loaders.items()}), ("epoch", {q: x.sampler_epoch for q, x in loaders.items()})

@@ -44,6 +44,8 @@ _EXITS = re.compile(r"(?i)exit|\bquit\b|\babort\b")  # in the line of a rank tha
 KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
 CRASHED = Template(kind, "crashed", "{culprits} ended with {how}{site}{condition}", "{cost}", "{do}", proved=True)
+LEFT = Template(kind, "crashed", "{culprits} left with {how}{site}{condition}; the launcher starts the ranks again", "this attempt ended",
+    "nothing, if they leave to be started again; else {do}", proved=True, severity=Severity.INFO)  # fmt: skip
 AT_EXIT = Template(kind, "killed",
     "{culprits} finished the script, then {signal} ended the process while Python shut down",
     "the job's work is done, but the launcher reports it as failed",
@@ -140,7 +142,8 @@ def _lost(facts: Facts) -> Finding:
     if unset_key(first):
         setter = site_text(_setter(facts, first))
         condition += f"; nobody had set that key{f', as {setter} does' if setter else ''}"
-    return (KILLED if killed else CRASHED)(
+    by_choice = bool(code) and not (elsewhere or victims) and len({s.ranks[q].current_site for q in culprits}) == 1
+    return (KILLED if killed else LEFT if by_choice and s.restarts_left > 0 else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
         waiting=wheres(s, (q for q, r in s.ranks.items() if q in victims and (r.blocked or r.ended_waiting or q in echoes))),

@@ -21,6 +21,7 @@ from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Wher
 from distdiag.diagnosis.model.guards import GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, line_at
+from distdiag.diagnosis.pauses import validates
 from distdiag.diagnosis.polled import (
     behind,
     caught_around,
@@ -91,10 +92,6 @@ class Limits:
 
 
 limits = Limits()
-_WORDS = re.compile(r"[A-Z]?[a-z]+")
-_VALIDATION = {
-    "validate", "validation", "valid", "val", "eval", "evaluate", "evaluation", "test", "predict", "inference",
-}  # fmt: skip
 _FILE_LOCK = re.compile(r"(?i)file_?lock|flock|lockf")
 _DUTIES = ("user_code", "process", "sleep", "checkpoint", "socket", "device")
 _SLOW_AT_START = ("user_code", "data", "sleep", "socket", "store_key", "lock", "gil_held")
@@ -338,9 +335,8 @@ def _on_purpose(victim: RankState, late: int) -> bool:
 def patience_s(r: RankState) -> float:
     """Return the seconds that others may wait for this rank, by what it does and has done before."""
     doing = _doing(r)
-    words = {w.lower() for site in r.user_stack for w in _WORDS.findall(site.function)}
-    validates = r.phase == "validate" or any(m.evaluating for m in r.models) or bool(words & _VALIDATION)
-    if doing in ("user_code", "sleep") and validates:
+    in_eval = r.phase == "validate" or any(m.evaluating for m in r.models)
+    if doing in ("user_code", "sleep") and (in_eval or validates(r.user_stack)):
         doing = "validation"
     base = limits.patience_s.get(doing, limits.patience_s["user_code"])
     if not r.steps and r.step == 0 and doing in _SLOW_AT_START:

@@ -24,7 +24,8 @@ from distdiag.diagnosis.comparison import COSTLY, Subset, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import Arrival, RankState, Site, Snapshot
-from distdiag.diagnosis.pauses import Lost, Pauses
+from distdiag.diagnosis.model.syntax import line_at
+from distdiag.diagnosis.pauses import Lost, Pauses, validates
 from distdiag.diagnosis.slow_because import explained, of_all_ranks, of_thread
 from distdiag.diagnosis.slow_case import VETOES, Case, at_lock, busy, case_of, limits, sleeps
 from distdiag.diagnosis.step_times import LIMITS as STEPS
@@ -32,6 +33,7 @@ from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, waited_for_worker, where, where_stack, wheres
 from distdiag.diagnosis.training_data import least_fetching
+from distdiag.terms.activity import by_line
 from distdiag.terms.units import counted
 
 kind = kinds.STRAGGLER
@@ -67,6 +69,8 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
             continue
         stack = lost.stack or text.stack_of(s.ranks[rank], lost.phase)
         lasting = _lasting(pauses, lost)
+        writes = any(by_line(line_at(x, facts.source), idle=True) in ("checkpoint", "socket") for x in stack)
+        work = "validation" if validates(stack) and not writes else lost.phase
         workers = lost.phase == "data" and any(x.workers for x in s.ranks[rank].loaders if x.in_training)
         found = text.PAUSES(
             severity=Severity.WARNING if share >= limits.pauses_share and lasting else Severity.INFO,
@@ -75,7 +79,7 @@ def _pauses(facts: Facts) -> Iterator[Finding]:
             n=lost.times, total_s=total_s, share=share, mean_s=total_s / lost.times, longest_s=lost.longest_ms / 1e3,
             early="" if lasting else text.early(lost.times - lost.settled_times, STEPS.settled),
             worker=waited_for_worker(s.ranks[rank]) if workers else "",
-            do=text.DO_PAUSES.get("workers" if workers else lost.phase, text.DO_PAUSES["other"]),
+            do=text.DO_PAUSES.get("workers" if workers else work, text.DO_PAUSES["other"]),
         )  # fmt: skip
         yield explained(found, s, pauses, share)
 

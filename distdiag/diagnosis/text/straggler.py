@@ -128,6 +128,7 @@ DO_PAUSES = {
     "workers": "look at what its loader's worker does in those steps: it may read or decompress a whole shard, or fill a cache, for longer than the "
     "prefetched batches last; read piece by piece, make shards smaller, or use more workers with their own shards, so that one opens a shard while "
     "another gives batches",
+    "validation": "let every rank evaluate a part of the samples in the same step, and add up the counts (all_reduce); or do it less often, or on fewer samples",
     "other": "do it less often, share it among the ranks in the same step, or copy the state and write or upload the copy in a "
     "thread or another process while training goes on",
 }

@@ -27,9 +27,9 @@ class DdpTimes:
         if self._ring.read == header.n_ddp_times:
             return
         known = list(steps)
-        trained = {i for i in range(header.n_models) if models[i].synced_backwards}
+        trained = {i for i, model in enumerate(models) if model.synced_backwards}
         for record in self._ring.new():
-            if record.model >= header.n_models or record.comm_ns > MOST_NS:
+            if record.model >= len(models) or record.comm_ns > MOST_NS:
                 continue
             began_s = (record.began_ns - self._decoder.start_ns) / 1e9
             step = next((x for x in known if x.end_s - x.step_ms / 1e3 <= began_s <= x.end_s), None)

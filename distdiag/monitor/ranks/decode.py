@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from distdiag.diagnosis.model.snapshot import Buckets, Group, Loader, Model, Site
-from distdiag.page.layout import BARRIER_PEER, NO_GROUP
+from distdiag.page.layout import BARRIER_PEER, MODELS, NO_GROUP
 from distdiag.page.reader import PageReader
 from distdiag.terms.ranks import unfold_ranks
 
@@ -160,6 +160,7 @@ class PageDecoder:
         )
 
     def models(self) -> tuple[Model, ...]:
+        built = self.header.n_models
         return tuple(
             self._of_slot(
                 Model,
@@ -171,7 +172,7 @@ class PageDecoder:
                 search_ms=m.search_ns / m.searches / 1e6 if m.searches else None,
                 buckets=self.buckets(m.buckets),
             )
-            for m in self.page.models[: self.header.n_models]
+            for m in (self.page.models[i % MODELS] for i in range(max(0, built - MODELS), built))  # newest last
         )
 
     def buckets(self, offset: int) -> Buckets | None:

@@ -28,11 +28,11 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
     """Record what is about to be wrapped, before DDP's constructor communicates."""
     _follow_this_thread(accounting)
     site = accounting.recorder.user_site(caller)
-    n = accounting.header.n_models
-    if n >= MODELS:
+    n = _place(accounting)
+    if n is None:
         accounting.header.dropped += 1
         return None
-    slot = accounting.page.page.models[n]
+    slot = accounting.page.page.models[n % MODELS]
     slot.name = accounting.page.text(type(module).__name__)
     slot.site = site
     with unseen():
@@ -51,6 +51,20 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
         accounting.collectives.mark_site("DDP", site)
         accounting.collectives.block_ddp(pg, site)
     return slot
+
+
+def _place(accounting: StepAccounting) -> int | None:
+    """Return the number of the next module, and clear its slot, which a module that is gone may have had; None if all live."""
+    page, models = accounting.page, accounting.ledger.models
+    of_slot = {m.synced_at: (key, m) for key, m in models.items()}
+    for n in range(accounting.header.n_models, accounting.header.n_models + MODELS):
+        slot = page.page.models[n % MODELS]
+        key, before = of_slot.get(page.word_of(slot, "synced_backwards"), (0, None))
+        if before is None or before.ref() is None:
+            models.pop(key, None)
+            ctypes.memset(ctypes.addressof(slot), 0, ctypes.sizeof(slot))
+            return n
+    return None
 
 
 def _follow_this_thread(accounting: StepAccounting) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Embedding, EmbeddingBag
 
-from distdiag.page.layout import ModelSlot
+from distdiag.page.layout import HEAP_BYTES, ModelSlot
 from distdiag.recorder.state import failed, now_ns
 from distdiag.recorder.unseen import named_modules, named_tensors, parameters
 from distdiag.unpatched import wall_ns
@@ -99,7 +99,8 @@ class DdpTimes:
         hooks = [hook for hook, _ in getattr(ddp, "_comm_hooks", ())]
         hook = getattr(hooks[0], "__name__", "?") if hooks else data.get("comm_hook") or None
         text = f"{sizes}|{hook}"
-        if text == self._text or self._texts >= BUCKET_TEXTS:
+        full = page.header.heap_used > HEAP_BYTES // 2  # with many modules; the rest is for what is rare
+        if text == self._text or self._texts >= BUCKET_TEXTS or full:
             return
         self._text, self._texts = text, self._texts + 1
         buckets = [int(size) for size in sizes.replace(",", " ").split()]

@@ -70,6 +70,7 @@ class Loaders:
         self._last: LoaderSlot | None = None  # the loader whose batch came last
         self._trained = 0  # id of the iterator whose batch a backward pass last followed
         self._loaders: dict[int, ref[Any]] = {}  # by site, the last one
+        self._models: dict[int, int] = {}  # by site, the modules that DDP had wrapped when its last pass began
         # by site, those whose sampler has still to ask for a length; a loader may live no longer than `for x in DataLoader(…)` needs it
         self._unmeasured: dict[int, Any] = {}
         self._asked = 0, -1  # id of what torch's samplers last asked for its length, and that
@@ -125,10 +126,11 @@ class Loaders:
                 if asks:
                     self._unmeasured[site] = loader
             slot.dataset_length = length
-        of, said = self._said.pop(id(loader), (ref(loader), -1))  # its next epoch may have another
-        self._measure(loader, slot, said if of() is loader else -1)
         slot.sampler_epoch = epoch if isinstance(epoch, int) else -1
-        if slot.sampler_epoch == left_in > 0:  # resumed within this epoch
+        models = self.header.n_models
+        new = self._models.get(site) != models if models else before is None or before() is not loader
+        self._models[site] = models
+        if new or slot.sampler_epoch == left_in > 0:  # another training, or resumed within this epoch
             slot.n_previous = 0
         slot.sampler_seed = seed & (1 << 62) - 1 if isinstance(seed, int) else -1
         if isinstance(sampler, RandomSampler):
@@ -138,6 +140,8 @@ class Loaders:
             slot.shuffle = int(shuffle) if isinstance(shuffle, bool) else -1
         slot.workers = loader.num_workers
         slot.persistent_workers = int(bool(getattr(loader, "persistent_workers", False)))
+        of, said = self._said.pop(id(loader), (ref(loader), -1))  # its next epoch may have another
+        self._measure(loader, slot, said if of() is loader else -1)
         if loader.num_workers:
             self._iterators[slot.site] = ref(iterator)
         own = type(iterator) in _TORCHS and not isinstance(dataset, IterableDataset)
@@ -229,6 +233,7 @@ class Loaders:
         slot.previous[:n] = slot.first[:n]
         slot.previous_batches, slot.batches = slot.batches, 0
         slot.exhausted = slot.data_set_index = 0
+        slot.length = -1  # until all of this epoch is written
         slot.iterations += 1
         self.ledger.loader = 0  # ids of iterators are reused
         if self._trained == id(iterator):

@@ -584,6 +584,31 @@ def test_ranks_that_exchange_data_within_a_step_may_read_the_same_batches(
     assert not vetoed or any(f"{op} at model.py:29" in reason for reason in reasons)
 
 
+@pytest.mark.parametrize(
+    ("shape", "n_bytes", "times", "losses", "severity"),
+    [
+        ((16,), 64, 200, (0.0, 0.5), "info"),  # rewards
+        ((16,), 64, 200, (0.0, 0.0), "warning"),  # a loss per sample, for the log
+        ((16,), 64, 2, (0.0, 0.5), "warning"),  # not with each batch
+        ((16, 32), 2048, 200, (0.0, 0.5), "warning"),  # the features of a contrastive loss
+        ((1,), 4, 200, (0.0, 0.5), "warning"),
+    ],
+)
+def test_ranks_that_make_samples_of_their_own_may_get_the_same_batches(
+    shape: tuple[int, ...], n_bytes: int, times: int, losses: tuple[float, ...], severity: str
+) -> None:
+    call = Call(op="all_gather", group="default_pg", bytes=n_bytes, shape=shape, site=EXCHANGE, entered_s=1.0)
+    ranks = []
+    for q, more in enumerate(losses):
+        of_rank = tuple(msgspec.structs.replace(x, loss=x.step + more) for x in steps())
+        same = loader(
+            first_fingerprints=prints(1), distributed_sampler=False, batch_size=16, batches=50, dataset_length=9999
+        )
+        ranks.append(rank(q, loaders=(same,), steps=of_rank, calls=(call,), sites={EXCHANGE.key: times}))
+    f = only(data(job(*ranks), PLAIN))
+    assert (f.cause, f.severity) == ("same_batches_on_ranks", severity) and "DistributedSampler" in f.advice
+
+
 @pytest.mark.parametrize(("key", "vetoed"), [(7, True), (5, False)])
 def test_ranks_with_other_parameters_outside_ddp_may_read_the_same_batches(key: int, vetoed: bool) -> None:
     ranks = (

@@ -346,3 +346,22 @@ def test_the_only_call_of_os_exit_with_the_code_of_a_rank_is_named() -> None:
     for other in (("os._exit(3)", "os._exit(3)"), ("os._exit(code)",), ("os._exit(4)",), ("sys.exit(3)",)):
         f = found(*other)
         assert f.message.endswith(" in main") and "in another thread" in f.advice
+
+
+@pytest.mark.parametrize(
+    ("left", "more", "severity"),
+    [
+        (1, {}, "info"),
+        (0, {}, "error"),  # of its last attempt, or without restarts
+        (1, {"exception": "ValueError: x"}, "error"),
+        (1, {"current_site": Site("/job/train.py", 1, "main")}, "error"),  # another thread ended it, say
+    ],
+)
+def test_ranks_that_all_leave_by_one_line_are_started_again(left: int, more: dict[str, Any], severity: str) -> None:
+    line = Site("/job/train.py", 2, "main")
+    end = {"life": Life.CRASHED, "exit_code": 75, "ended_s": 9.0, "current_site": line}
+    s = job(rank(0, **end), rank(1, **end | more), restarts_left=left)
+    f = only(ended(s, source=lambda _: "if noticed():\n    sys.exit(75)\n"))
+    assert (f.kind, f.cause, f.severity) == ("rank_lost", "crashed", severity)
+    assert (job_state(s, build(s), [f], final=True)[0] == "ended") is (severity == "info")
+    assert (f.cost == "this attempt ended") is (severity == "info")
