@@ -126,7 +126,7 @@ def test_what_a_rank_has_not_used_is_counted_although_another_rank_gave_it_a_gra
         module=torch.nn.Linear(2, 2), broadcast_buffers=False, _get_ddp_logging_data=lambda: data,
         _set_ddp_runtime_logging_sample_rate=lambda _: None,
     )  # fmt: skip
-    page = SimpleNamespace(words=[5], add=lambda *_, **__: None, text=lambda _: 0)
+    page = SimpleNamespace(words=[5], add=lambda *_, **__: None, text=lambda _: 0, header=SimpleNamespace(heap_used=0))
     DdpTimes(ddp, 0, slot := ModelSlot(), 0).read(ddp, page, 5)
     assert slot.unused_hits == hits
 
