@@ -215,9 +215,10 @@ def of_ras(facts: Sequence[Fact]) -> dict[str, str]:
 
 
 def of_ib(facts: Sequence[Fact]) -> dict[str, str]:
-    first = facts[0].fields
-    status = first.get("status", "")
-    return {"meaning": meanings.IB_STATUS.get(status, f"status {status}"), "ends": first.get("ends", "")}
+    status, devices = facts[0].fields.get("status", ""), {f.fields["hca"] for f in facts if "hca" in f.fields}
+    over = f" over {min(devices)}" if len(devices) == 1 else ""
+    ends = f" {facts[0].fields['ends']}" if "ends" in facts[0].fields else ""
+    return {"meaning": meanings.IB_STATUS.get(status, f"status {status}"), "over": over, "ends": ends}
 
 
 def of_group(facts: Sequence[Fact]) -> dict[str, str]:
