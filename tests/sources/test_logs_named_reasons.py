@@ -58,6 +58,10 @@ def test_a_loaders_worker_is_no_rank_that_died(tmp_path: Path, end: str) -> None
 def test_what_is_printed_is_not_advised_to_be_printed(tmp_path: Path) -> None:
     error = raised(0, "RuntimeError: oneCCL: exec.cpp:13 start: EXCEPTION: failed to start")
     assert "run again with CCL_LOG_LEVEL" in only(diagnose(tmp_path, error)).advice
+    error_of_nccl = raised(0, "RuntimeError: NCCL error in: P.cpp:3, internal error, NCCL version 2.21.5")
+    assert "run again with NCCL_DEBUG" in only(diagnose(tmp_path, error_of_nccl)).advice
+    debug = "n1:8:8 [0] NCCL INFO Bootstrap : Using eth0:10.4.0.1<0>\n"
+    assert "NCCL_DEBUG is on" in only(diagnose(tmp_path, debug + error_of_nccl)).advice
     advice = only(diagnose(tmp_path, "(353) |CCL_ERROR| exec.cpp:13 condition failed\n" + error)).advice
     assert "first |CCL_ERROR| line" in advice and "run again" not in advice
 

@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, shortened
 from distdiag.sources.logs import blamed, meanings
-from distdiag.sources.logs.build import ENDED, Fields, finding, job_ranks, last_words, some, who
+from distdiag.sources.logs.build import ENDED, Fields, finding, job_ranks, last_words, library, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import HERE, first_site
 from distdiag.terms.units import rough_time
@@ -38,7 +38,7 @@ class Row:
         blaming: Text and advice if the facts show whom the others waited for.
         pick: Which of the facts count.
         when: True if the row is meant for these facts.
-        blames: Return whom the writers waited for, as far as the facts show, and the writers.
+        blames: Return whom the writers waited for, as far as the facts show.
         more: Return what the text may name, besides the fields of the facts and those of all rows.
         subject: Who it is, if the lines name nobody.
     """
@@ -50,7 +50,7 @@ class Row:
     blaming: tuple[str, str] | None = None
     pick: Callable[[Fact], bool] = lambda _fact: True
     when: Callable[[Sequence[Fact]], bool] = lambda _facts: True
-    blames: Callable[[Collected, Sequence[Fact]], blamed.Blamed] = blamed.nobody
+    blames: Callable[[Collected, Sequence[Fact]], Collection[int]] = blamed.nobody
     more: Callable[[Sequence[Fact]], dict[str, str]] = lambda _facts: {}
     subject: str = "a rank"
     op: str = ""
@@ -87,7 +87,7 @@ LATE_ROWS = (
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
         when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True, blames=blamed.late),
     Row("barrier_reached", _LATE, "{who} reached monitored_barrier{at} and then lost rank 0, which knows the missing rank",
-        "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier", blames=blamed.at_barrier),
+        "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier"),
     *(Row(name, kind, "Horovod's ranks wait for each other: {few} did not submit what the others wait for{few_lack}, and {many} did not submit what the first ones wait for{many_lack}", _UNEVEN.format(who="its ranks"),
         ("{culprits} did not submit what Horovod's other ranks wait for{few_lack}, but another operation{many_lack}, which these did not: the program took another way there", _UNEVEN.format(who="{culprits}")),
         when=lambda facts: bool(blamed.without_each_other(facts)), blames=blamed.smaller_side, more=blamed.of_sides) for name, kind in (("horovod_stall", "stall/unknown"), ("horovod_late", _LATE))),
@@ -203,7 +203,7 @@ START_ROWS = (
         _RESOLVE, subject="a node"),
     Row("full_mesh loopback", _LOST, "gloo on {who} could not connect to every other rank: {loops} cannot resolve its own host name, so gloo listens there on the loopback address, which no other host reaches",
         "set GLOO_SOCKET_IFNAME on all nodes to the interface that they share, in the environment of the processes themselves (with Ray: before `ray start`); or give that host its own name and address (/etc/hosts): `getent hosts $(hostname)`",
-        when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, blames=blamed.of_failed, subject="a node", more=lambda facts: {"loops": some([_where(f) for f in facts if f.name == "loopback"])}),
+        when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, subject="a node", more=lambda facts: {"loops": some([_where(f) for f in facts if f.name == "loopback"])}),
     Row("full_mesh", _SET, _ITSELF + ": the host of that rank gave it as its own", _OWN_NAME.format(there="each host's"),
         (_ITSELF + ": {culprits}, whose connections were then closed, most likely gave it", _OWN_NAME.format(there="on the host of {culprits}, its")),
         pick=lambda f: f.fields.get("peer", "").startswith("127."), blames=blamed.gave_loopback, subject="a node"),
@@ -270,7 +270,8 @@ LOST_ROWS = (
         "NCCL's warning is the reason, the exceptions follow from it: compare it with the first NCCL WARN or `Last error` of the other ranks", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2, more=blamed.of_library),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "read the first |CCL_ERROR| line of each process: it has the reason, the others follow",
         when=lambda facts: any("|CCL_ERROR|" in f.text for f in facts), more=blamed.of_library),
-    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with {debug}, which prints the reason", more=blamed.of_library),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with CCL_LOG_LEVEL=info, which prints the reason", when=lambda facts: library(facts[0]) == "oneCCL", more=blamed.of_library),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "{again}", more=blamed.of_library),
     Row("timeout_cut", _LATE, "the log ends inside a message of {who}, which reports that a collective timed out: which one, and whom it waited for, is not in it",
         "give the rest of this log, and the logs of all ranks"),
     Row("store_wait", _LATE, "{who} waited {limit} in the job's store{at} for {key}, which no process has set",
@@ -295,7 +296,8 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
 
 
 def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
-    culprits, victims = row.blames(found, facts)
+    culprits = sorted(row.blames(found, facts))
+    victims = sorted(blamed.waiting(found, facts).difference(culprits))
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
     bar = next((found.bars[f.path] for f in facts if found.bars.get(f.path)), "")
@@ -324,8 +326,12 @@ def _of_job(found: Collected) -> dict[str, str]:
     shown = f"; of the {wanted:,} nodes that it needs, the log shows {len(came):,} that came: {some(sorted(came))}"
     absent = sorted(set(range(min(max(found.ranks, default=0), MAX_RANKS))) - found.ranks)
     without = f"; no log has a line of {rank_list(absent)}" if absent else ""
+    printed = found.interfaces or found.settings  # by lines of NCCL's level INFO
+    again = "NCCL_DEBUG is on, and no line has a warning of NCCL: give the logs of all ranks, one of them may have it"
     server = f" ({min(found.servers)})" if len(found.servers) == 1 else ""
-    return {"came": shown if 0 < len(came) < wanted else "", "server": server, "absent": without}
+    return {"came": shown if 0 < len(came) < wanted else "", "server": server, "absent": without} | {
+        "again": again if printed else "run again with NCCL_DEBUG=WARN, which prints the reason"
+    }
 
 
 def _settings(found: Collected) -> str:
