@@ -165,7 +165,7 @@ def test_the_first_of_several_ends_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "victims", "word"),
     [
-        ("Waiting in store based barrier to initialize process group for rank: 0, key: store_based_barrier_key:1 (world_size=4, worker_count=8, timeout=0:30:00)\n", "rank_lost", (), "8 processes have joined a job of 4"),
+        ("Waiting in store based barrier to initialize process group for rank: 0, key: store_based_barrier_key:1 (world_size=4, worker_count=8, timeout=0:30:00)\n", "rank_lost", (0,), "8 processes have joined a job of 4"),
         ("RuntimeError: Timed out initializing process group in store based barrier on rank 30, for key: k:5 (world_size=64, num_workers_joined=56, timeout=0:30:00)\n", "rank_lost", (), "8 of 64 ranks"),
         (raised(0, "torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /broadcast/0/7"), "timeout", (0,), "for /broadcast/0/7, which no process has set"),
         (raised(1, "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete")

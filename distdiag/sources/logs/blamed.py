@@ -1,6 +1,6 @@
 """Whom ranks waited for, as far as facts show it, and what else one row of `rows.py` may name.
 
-A function `(found, facts)` returns (culprits, victims); one of `(facts)` returns fields of a row's text.
+A function `(found, facts)` returns the culprits, `waiting` their victims; one of `(facts)` returns fields of a row's text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import job_ranks, library, some
+from distdiag.sources.logs.build import fewer, job_ranks, library, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks
 from distdiag.sources.logs.message import Role
@@ -20,11 +20,18 @@ from distdiag.terms.untrusted import MAX_INT, MAX_RANKS, bounded, is_rank, numbe
 # in the store, of gloo: the address of one rank of a group, e.g. /default_pg/0//cpu//0/3
 _ADDRESS_KEY = bounded(r"default_pg/\d+//\w+//\d+/(\d{1,6})\W*$")
 _TASK = bounded(r"/task:(\d{1,6})$")  # of jax: the number of the process
-Blamed = tuple[Collection[int], Collection[int]]  # culprits, victims
+_OF_HOST = ("loopback", "jax_backend")  # they only show something of a host
 
 
-def nobody(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    return (), job_ranks(facts)
+def waiting(found: Collected, facts: Sequence[Fact]) -> set[int]:
+    """Return the ranks that waited or failed, by their lines and by those that name them."""
+    own = [f for f in facts if f.name not in _OF_HOST]
+    joined = found.joined if any(f.name == "store_barrier" for f in facts) else set[int]()
+    return {*job_ranks(own), *_waiters(own), *_named(own, "ready"), *joined}.union(*without_each_other(own))
+
+
+def nobody(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
+    return ()
 
 
 def lost_store(facts: Sequence[Fact]) -> bool:
@@ -75,23 +82,18 @@ def _named(facts: Sequence[Fact], key: str) -> set[int]:
 
 
 def _waiters(facts: Sequence[Fact]) -> set[int]:
-    return {r for f in facts if (r := f.number("waiter")) is not None}
+    return {r for f in facts if f.rank is None and (r := f.number("waiter")) is not None}
 
 
-def late(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    late = _named(facts, "ranks")
-    return late, {*job_ranks(facts), *_waiters(facts)} - late
+def late(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
+    return _named(facts, "ranks")
 
 
-def of_behind(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def of_behind(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     """Return the ranks that are behind in a communicator of the whole job: they are numbered in their communicator."""
     behind, size, _, _ = ranks_behind(facts)
     whole = size >= max(found.world_size or 0, 1 + max(found.ranks, default=0))
-    return {r for f in behind if whole and is_rank(r := int(f.fields["member"]))}, ()
-
-
-def at_barrier(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    return (), _waiters(facts)
+    return {r for f in behind if whole and is_rank(r := int(f.fields["member"]))}
 
 
 def without_each_other(facts: Sequence[Fact]) -> list[set[int]]:
@@ -105,10 +107,9 @@ def without_each_other(facts: Sequence[Fact]) -> list[set[int]]:
     return [set(side) for side in sides] if apart else []
 
 
-def smaller_side(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def smaller_side(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     """Return the ranks of the smaller one of two sides that wait for each other."""
-    few, many = without_each_other(facts)
-    return (few, many) if len(few) < len(many) else ((), few | many)
+    return fewer(without_each_other(facts))
 
 
 def of_sides(facts: Sequence[Fact]) -> dict[str, str]:
@@ -123,87 +124,77 @@ def of_sides(facts: Sequence[Fact]) -> dict[str, str]:
     return texts
 
 
-def missing(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def missing(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     missing = [_named([f], "ranks") for f in facts]
-    late = set.intersection(*missing) or set.union(*missing)  # those that every stalled tensor waits for
-    return late, _named(facts, "ready") - late
+    return set.intersection(*missing) or set.union(*missing)  # those that every stalled tensor waits for
 
 
-def first_of_group(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    waiters = {f.rank if f.rank is not None else f.number("waiter") or 0 for f in facts}
+def first_of_group(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     awaited = awaited_most(facts)
-    return () if lost_store(facts) or awaited in waiters else (awaited,), waiters
+    return () if lost_store(facts) or awaited in waiting(found, facts) else (awaited,)
 
 
-def themselves(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def themselves(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     """Return the writers as culprits, unless RDMA failed where their own devices have addresses: then it may be the other end."""
     own = all(f.name != "ib_setup" or f.fields.get("own") == "::" for f in facts)
-    return (job_ranks(facts), ()) if own else ((), job_ranks(facts))
+    return job_ranks(facts) if own else ()
 
 
-def without_key(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    keys = [f for f in facts if f.name == "jax_key"]  # the awaited one may itself wait for another kind of device
-    awaited = awaited_most(keys)
-    return (awaited,), {*job_ranks(keys)} - {awaited}
+def without_key(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
+    return (awaited_most([f for f in facts if f.name == "jax_key"]),)  # it may itself wait for another kind of device
 
 
-def absent_at_barrier(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def absent_at_barrier(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     here = found.joined | _waiters([*facts, *found.named("store_waiting")])
     expected = min(highest(facts, "expected") or 0, MAX_RANKS)
     absent = set(range(expected)) - here
-    return (absent, here) if len(absent) == expected - (highest(facts, "joined") or 0) else ((), job_ranks(facts))
+    return absent if len(absent) == expected - (highest(facts, "joined") or 0) else ()
 
 
-def absent_clients(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def absent_clients(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     """Return the ranks that did not join the job's store, if the log shows all others."""
     expected, joined = highest(facts, "expected") or 0, highest(facts, "joined") or 0
     here = {*found.announced} if "launched" in facts[0].fields else found.ranks
     absent = set(range(min(expected, MAX_RANKS))) - here
     whole = found.world_size in (None, expected) and max(found.ranks, default=0) < expected  # else nodes join
     few = len(absent) == expected - joined <= (expected if "launched" in facts[0].fields else joined)
-    return absent if whole and few else (), job_ranks(facts)
+    return absent if whole and few else ()
 
 
-def awaited_in_world(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def awaited_in_world(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     # torch numbers a group's ranks in their order: where one has its number in the job, all before it have
     same = max((f.rank for f in facts if f.rank is not None and f.rank == f.number("own")), default=-1)
     named = {("group" not in f.fields and f.number("own") in (None, f.rank), f.number("awaited")) for f in facts}
-    return {n for in_world, n in named if n is not None and (in_world or n <= same)}, job_ranks(facts)
+    return {n for in_world, n in named if n is not None and (in_world or n <= same)}
 
 
-def stuck(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def stuck(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     ranks = job_ranks(facts)
     alone = len(ranks) == 1 or (found.world_size is not None and 0 < len(ranks) <= found.world_size // 2)
-    return (ranks if alone else ()), ranks
+    return ranks if alone else ()
 
 
-def owner_of_key(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}, job_ranks(facts)
+def owner_of_key(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
+    return {int(m[1]) for f in facts if (m := _ADDRESS_KEY.search(f.fields["key"]))}
 
 
-def of_failed(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    """Return the ranks that failed: those of hints only show something of a host."""
-    return (), job_ranks([f for f in facts if f.role is not Role.HINT])
-
-
-def gave_loopback(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def gave_loopback(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     """Return the ranks whose connections were only closed, where others tried to reach them at an address inside each host."""
-    failed = {*job_ranks(facts)}
-    return {*job_ranks(found.named("full_mesh"))} - failed, failed
+    return {*job_ranks(found.named("full_mesh"))} - {*job_ranks(facts)}
 
 
-def silent(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def silent(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     ranks = job_ranks(facts)
-    return absent_ranks(found, ranks) if len(ranks) > 1 else (), ranks
+    return absent_ranks(found, ranks) if len(ranks) > 1 else ()
 
 
-def silent_of_job(found: Collected, facts: Sequence[Fact]) -> Blamed:
+def silent_of_job(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
     whole = bool(found.world_size or found.named("ended"))  # else the log may be a part of the job's
-    return silent(found, facts) if whole else nobody(found, facts)
+    return silent(found, facts) if whole else ()
 
 
-def unhealthy(found: Collected, facts: Sequence[Fact]) -> Blamed:
-    return {int(m[1]) for f in facts if (m := _TASK.search(f.fields["node"]))} - {*job_ranks(facts)}, job_ranks(facts)
+def unhealthy(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
+    return {int(m[1]) for f in facts if (m := _TASK.search(f.fields["node"]))} - {*job_ranks(facts)}
 
 
 def of_ras(facts: Sequence[Fact]) -> dict[str, str]:
@@ -215,9 +206,10 @@ def of_ras(facts: Sequence[Fact]) -> dict[str, str]:
 
 
 def of_ib(facts: Sequence[Fact]) -> dict[str, str]:
-    first = facts[0].fields
-    status = first.get("status", "")
-    return {"meaning": meanings.IB_STATUS.get(status, f"status {status}"), "ends": first.get("ends", "")}
+    status, devices = facts[0].fields.get("status", ""), {f.fields["hca"] for f in facts if "hca" in f.fields}
+    over = f" over {min(devices)}" if len(devices) == 1 else ""
+    ends = f" {facts[0].fields['ends']}" if "ends" in facts[0].fields else ""
+    return {"meaning": meanings.IB_STATUS.get(status, f"status {status}"), "over": over, "ends": ends}
 
 
 def of_group(facts: Sequence[Fact]) -> dict[str, str]:
@@ -226,5 +218,4 @@ def of_group(facts: Sequence[Fact]) -> dict[str, str]:
 
 
 def of_library(facts: Sequence[Fact]) -> dict[str, str]:
-    name = library(facts[0])
-    return {"library": name, "debug": "CCL_LOG_LEVEL=info" if name == "oneCCL" else "NCCL_DEBUG=WARN"}
+    return {"library": library(facts[0])}

@@ -16,6 +16,7 @@ from distdiag.sources.logs.message import Role
 
 OF_NODE = ("torchrun", "accelerate")  # how tracebacks name the launcher that is on every node
 ENDED = "the job ended, or hangs without it"  # what a lost rank costs
+LONG = 160  # most characters of a line that is quoted
 EVIDENCE = 8  # most lines that a finding names
 
 
@@ -125,5 +126,5 @@ def last_words(found: Collected, ranks: Collection[int]) -> str:
     silent = not writes and all(f.rank != rank for f in found.facts)
     if text := (found.said if silent else found.earlier).get(rank, ""):
         whose = "its last line" if silent else f"the last line of rank {rank} before that"
-        return f"; {whose} is `{shortened(text, 100)}`"
+        return f"; {whose} is `{shortened(text, LONG)}`"
     return ""

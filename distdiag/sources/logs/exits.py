@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from distdiag.diagnosis.consequences import OTHER_ENDED
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.text.phrases import shortened
 from distdiag.sources.logs import meanings, slow
+from distdiag.sources.logs.blamed import without_each_other
 from distdiag.sources.logs.build import ranks_of
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import ERRORS, Reason
@@ -18,7 +19,7 @@ from distdiag.sources.logs.message import Meaning, Role
 from distdiag.sources.logs.patterns import MEANINGS
 from distdiag.sources.logs.rows import NO_ROUTE
 from distdiag.terms.signals import signal_name
-from distdiag.terms.untrusted import MAX_INT
+from distdiag.terms.untrusted import MAX_INT, numbers
 
 AFTER_FIRST_S = 5.0  # a launcher kills what has not ended by itself so long after the first failure, or later
 # signals of a rank that was ended, or aborted by its watchdog; and those of a fault
@@ -32,6 +33,8 @@ _OF_TEXT = {
 EXIT_CODE = "ended with exit code"
 LOST = "was lost: killed, or crashed in native code"
 BY_PROGRAM = "by the program (MPI_Abort)"
+SENDER = "read the lines of the process that sent it: they have the reason, and the kernel had no part in it"
+OWN_LOG = "read what that process printed last, in its own log (of Ray: session_latest/logs)"
 
 
 def _launcher(end: Fact) -> str:
@@ -74,7 +77,9 @@ def of_exits(
         pids.add(None)
     ends = _ends(found)
     aborts = any(f.message.aborts and f.rank is None and not OTHER_ENDED.search(f.text) for f in found.facts)
+    senders = {f.fields.get("pid"): f for f in found.named("signal_sent")}
     killed = {id(end) for end in _killed_by_launcher(ends, bool(memory)) + _killed_by_ray(ends, memory)}
+    killed |= {id(end) for end in _killed_as_it_hung(found, ends, senders)}
     named = bool(explained) and any(end.rank is not None for end in ends)
     # ranks that waited until a timeout, or never got a connection: neither shows that a process ended before
     before_it = [f for f in found.facts if f.role is Role.WAIT or f.message.unstarted]
@@ -93,7 +98,7 @@ def of_exits(
             continue  # a shell's or launcher's line, after the ranks had failed
         if end.rank is None and (named or (others and _launcher(end) in ("line", "parent"))):
             continue  # the end of a process that failed by itself
-        meaning = _meaning(end, bool(memory), others)
+        meaning = _meaning(end, bool(memory), others, senders.get(end.fields.get("pid"), senders.get(None)))
         r = reasons.setdefault((meaning.cause, meaning.text), Reason(meaning, meaning.text, meaning.advice, nth))
         r.facts.append(end)
         of_file = f" of {end.path.name}" if len(found.files) > 1 else ""
@@ -224,22 +229,39 @@ def _killed_by_ray(ends: list[Fact], memory: list[Fact]) -> list[Fact]:
     return out
 
 
-def _meaning(end: Fact, memory: bool, others: bool) -> Meaning:
-    """Return what one end is reported as."""
+def _killed_as_it_hung(found: Collected, ends: list[Fact], senders: Mapping[str | None, Fact]) -> list[Fact]:
+    """Return the processes that a person or a monitor killed, as the job hung before: none that the others missed had died by then."""
+    stalls = [] if found.named("host_oom") else found.named("horovod_stall", "monitor_late")
+    awaited = {q for f in stalls for q in numbers(f.fields["ranks"])}
+    apart = bool(stalls) and bool(without_each_other(stalls))
+    killed = [end for end in ends if stalls and _by(end) == "SIGKILL" and all(before(f, end) for f in stalls)]
+    return [end for end in killed if apart or end.fields.get("pid") in senders or end.rank not in awaited]
+
+
+def _meaning(end: Fact, memory: bool, others: bool, sender: Fact | None) -> Meaning:
+    """Return what one end is reported as.
+
+    Args:
+        sender: The line by which another process sent the signal, and says why.
+    """
     by, what = _by(end), end.fields.get("what", "")
+    see_log = meanings.OWN_LOGS.get(_launcher(end), meanings.SEE_LOG)
     if _launcher(end) == "parent":
-        return Meaning("rank_lost", "crashed", LOST, meanings.KILLED)
+        return Meaning("rank_lost", "crashed", LOST, f"{OWN_LOG}; {meanings.KILLED}")
     if _launcher(end) == "mpi":
         why = shortened(end.fields.get("how", BY_PROGRAM), 160)
-        return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", remedy(why, meanings.SEE_LOG))
+        return Meaning("rank_lost", "crashed", f"aborted MPI: {why}", remedy(why, see_log))
+    if by and sender is not None and before(sender, end):
+        text = f"was ended by {by}, which another process sent: `{shortened(sender.fields['what'], 160)}`"
+        return Meaning("rank_lost", "killed", text, SENDER)
     if by == "SIGKILL" and memory:
         return Meaning("rank_lost", "killed", "was killed by SIGKILL: out of memory", MEANINGS["host_oom"].advice)
     if by and not (by == "SIGABRT" and others):  # it aborted after its message
-        return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, meanings.SEE_LOG))
+        return Meaning("rank_lost", "killed", f"was killed by {by}", meanings.SIGNALS.get(by, see_log))
     if what:
         return Meaning("rank_lost", "crashed", f"raised {shortened(what, 160)}", remedy(what, meanings.GENERAL[1]))
     text = f"{EXIT_CODE} {_code(end)}, without an exception in the log"
-    return Meaning("rank_lost", "crashed", text, meanings.SEE_LOG)
+    return Meaning("rank_lost", "crashed", text, see_log)
 
 
 def with_a_reason(reasons: Iterable[Reason]) -> list[Reason]:

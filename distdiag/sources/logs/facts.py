@@ -181,7 +181,6 @@ class Collected:
     tasks: int = 0  # that Slurm was asked to start
     series: dict[tuple[str, Path, int | None], list[Fact]] = field(default_factory=dict)  # how fast the ranks are
     steps: bool = False  # lines show progress
-    began: bool = False  # so do lines before the first failure
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     bars: dict[Path, str] = field(default_factory=dict)  # the progress bar that moved on while ranks of a file waited
     said: dict[int, str] = field(default_factory=dict)  # the last line of a rank

@@ -42,6 +42,7 @@ def join(found: Collected) -> Collected:
     of_file = {p: r for p, r in found.of_file.items() if p not in found.of_nodes}
     of_file = {p: min(r) for p, r in found.env.items() if len(r) == 1 and found.by_path[p] == r} | of_file
     _of_communicators(found)
+    _of_spawned(found)
     numbered = _numbered(found)
     found.per_node |= bool(found.local_of or found.named("exit", "ended"))  # of launchers other than srun
     local = {f.who.local for f in found.facts if f.who.local is not None}
@@ -140,6 +141,18 @@ def _of_communicators(found: Collected) -> None:
             found.is_rank_of(pid, rank)
 
 
+def _of_spawned(found: Collected) -> None:
+    """Note which pid is which rank, by the launchers of several nodes that name theirs and the rank of their first one."""
+    first: dict[str, set[int]] = {}
+    for (_, label), rank in found.first_rank.items():
+        first.setdefault(label, set()).add(rank)
+    for (label, pid), local in found.local_of.items():
+        ranks = first.get(label, {-1})
+        if label and len(ranks) == 1 and min(ranks) >= 0 and is_rank(rank := min(ranks) + local):
+            found.is_rank_of(int(pid), rank)
+            found.on_host.setdefault(label, set()).add(rank)
+
+
 def _by_task(found: Collected, f: Fact) -> list[Fact]:
     """Return a fact of srun's once for each task, of `1-3` or `[0,2]`; a task is a node, if a launcher there started the ranks."""
     if f.name != "exit_tasks":
@@ -191,7 +204,9 @@ def _of_one_host(found: Collected, name: str) -> None:
     closed = (f for f in facts if "reason" not in f.fields)
     follow = [f for f in closed if host_of.get(f.fields["peer"], f.fields["peer"]) in failed]
     found.facts = [f for f in found.facts if f not in follow]
-    facts = [f for f in facts if f not in follow]
+    named = {(f.path, f.fields["peer"]) for f in facts if f.who.host}  # the same text again, without its process
+    again = [f for f in facts if not f.who.host and (f.path, f.fields["peer"]) in named]
+    facts = [f for f in facts if f not in follow and f not in again]
     writers: dict[str, set[str]] = {}
     for f in (f for f in facts if f.who.host):
         writers.setdefault(f.fields["peer"], set()).add(f.who.host)
@@ -209,7 +224,7 @@ def _of_one_host(found: Collected, name: str) -> None:
     if all((f.who.host or f.who.label) == host or (not f.who.host and f.rank in on_host) for f in own):
         found.facts = [f for f in found.facts if f.name != name or f.fields.get("peer", peer) == peer]
         for f in (f for f in facts if f.fields["peer"] == peer):
-            f.fields["ends"] = f" at {host} first"
+            f.fields |= {"ends": f"at {host} first", "one_end": f"; each connection that failed has {host} at one end"}
 
 
 def _of_interface(found: Collected, f: Fact) -> None:

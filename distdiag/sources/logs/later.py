@@ -54,6 +54,8 @@ _SHOWN = bounded(r"\D{0,30}\d{1,12}(?:\D{1,40}\d{1,12})?")  # how far it is
 _NO_PROGRESS = bounded(
     r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b|\bResult\(metrics="
 )
+# an error that a program logs, with the time and level of a logger: it went on after that
+_LOGGED = bounded(r"\d\d:\d\d:\d\d.{0,60}?\bERROR\b(?!.{0,99}(?:Traceback|distributed[./]elastic))")
 _RULE = bounded(r"^(?:\[[^\]]*\]:? ?|(?:Rank )?\d{1,6}: )?[^\w`]*$")  # a line that only separates others
 _OF_LIBRARY = bounded(
     r"NCCL INFO|\.(?:cpp|cc):\d|Missing ranks:|/site-packages/|WARN|[Ww]arning\b|OMP_NUM_THREADS"
@@ -89,23 +91,25 @@ _AGENT = bounded(
 # launcher; of one process
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded|\b\w{1,40}Job \S{1,253} (?:is )?successfully completed\b)")),
-    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|experiment|all (?:epochs|steps))(?: (?:run|job|loop|has|have|is|was|successfully)){0,3} (?:finished(?! (?:iter|epoch|step))|completed|complete(?=\W{0,3}(?:$|\d(?!\d{0,2}%)))|done|succeeded)\b)" + _BUT)),
+    ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|experiment|all (?:epochs|steps))(?: (?:run|job|loop|has|have|is|was|successfully)){0,3} (?:finished(?! (?:iter|epoch|step))|completed|complete(?=\W{0,3}(?:$|\d(?!\d{0,2}%))|[,;.!] [a-z])|done|succeeded)\b)" + _BUT)),
     ("part", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|workflow|experiment|all (?:epochs|steps|done))\b.{0,24}\b(?:finished(?! (?:iter|epoch|step))|(?<!to )completed?|done|succeeded)\b)" + _BUT)),
-    ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
+    ("file", bounded(r"max_(?:steps|epochs)=\d{1,9}`? reached|`Trainer\.fit` stopped: (?:early stopping|`trainer\.should_stop` was set)|\bReporting training SUCCESS\s*$|(?:^|=) ?\d{1,6} passed\b|^\{'train_runtime': " + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b|, (?:cleaning up|destroying|shutting down)\b)" + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)\[?exiting program (?:after \d{1,12} (?:iterations|minutes)|at iteration \d{1,12})(?:\]|\W{0,3}$)")),  # Megatron
     # fairseq; torchvision and DETR, detectron2; YOLO
     ("file", bounded(r"(?i:\b(?:done|finished|completed) training\b)(?! (?:iter|epoch|step))|(?:^|[\]:|)>-] ?)(?:(?:Total )?[Tt]raining time:? |[Dd]one in |Overall training speed: \d{1,12} iterations in )\d{0,4}\D{0,8}\d{1,4}:\d\d:\d\d\b|\b\d{1,6} epochs completed in \d" + _BUT)),
-    ("part", bounded(r"(?i:\btrain\w{0,3}(?: progress)?|\bepochs?|\bsteps?)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of a loop
+    ("file", bounded(r"(?i:\btraining progress|\bepochs)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of all loops
+    ("part", bounded(r"(?i:\btrain\w{0,3}|\bepochs?|\bsteps?)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of a loop
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
     ("exit", bounded(r"^(?:\[?[\dT:.,+Z /-]{8,40}\]? ?)?(?:[A-Z]{4,8}:? )?\W{0,9}(?i:(?:the )?(?:launcher|torchrun|srun|mpirun|job|command|script|program|container)?:? ?(?:exit(?:ed)?|return(?:ed)?)[ _-]?(?:with )?(?:code|status)?(?: is)?[ =:]{0,3}0)\W{0,3}$")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
+WHOLE = ("job", "file", "agent", "exit")  # of these, nothing is left to do after the line
 # one of them is in every line that such a pattern, or `_TESTED`, matches: these take long
 _OF_END = bounded(
-    r"(?i:complete|succe|finish|done|passed|reached|runtime|exit|return|shutdown|100%|training (?:time|speed)|ran \d)"
+    r"(?i:complete|succe|finish|done|passed|reached|stopped|runtime|exit|return|shutdown|100%|training (?:time|speed)|ran \d)"
 )
 # a shell's prompt: the command before it is over; one that shows another file, and any other
 _PROMPT = bounded(r"^(?:\S{0,80}\$|\S{1,80}#) (?P<shows>(?:tail|head|cat|zcat|less|grep|sed|awk)\s)?\S")
@@ -266,7 +270,7 @@ class Later:
         """Keep a line that is no error: the last one of a process, and its last one before a failure, unless it went on after that."""
         if not before and key in self.said:
             return
-        if _NO_PROGRESS.search(text) is None and not ("File " in text or _RULE.match(text)):
+        if (_LOGGED.search(text) or _NO_PROGRESS.search(text) is None) and not ("File " in text or _RULE.match(text)):
             self.said.setdefault(key, text)
             if before and _OF_LIBRARY.search(text) is None:
                 self.earlier.setdefault(key, "" if key in self.stepped else text)
@@ -334,7 +338,12 @@ class Later:
 
     def done(self, path: Path) -> bool:
         """True if a file shows progress, and after it says that the whole job ended well, and no more work began."""
-        return self.finished.get(path, 0) > 0 and (self.began or bool(self.progress))
+        return self.finished.get(path, 0) > 0 and self.has_steps
+
+    @property
+    def has_steps(self) -> bool:
+        """True if a line shows progress, before or after a failure."""
+        return self.began or bool(self.progress)
 
     def ended(self, errors: Collection[tuple[Path, int, str]]) -> bool:
         """True if each file with progress, and one at least, ends with words that the job, its launcher or that file's part ended well.
@@ -342,7 +351,7 @@ class Later:
         Args:
             errors: (file, line, text) of the last lines that look like errors.
         """
-        last = {(path, line) for (path, scope), line in self.well.items() if scope in ("job", "file", "agent", "exit")}
+        last = {(path, line) for (path, scope), line in self.well.items() if scope in WHOLE}
         last -= {(path, line) for path, line in last if any(p == path and number > line for p, number, _ in errors)}
         ended = {path for path, line in last if not self.after(path, line)}
         return bool(ended) and ended >= {path for path, _ in self.progress}
@@ -445,9 +454,10 @@ def _begins(facts: Sequence[Fact], later: Later) -> dict[Path, int]:
 def split(found: Collected, later: Later) -> tuple[list[Fact], list[Fact]]:
     """Return (facts that count, failures that are past): the process or the job went on after them, or ended well."""
     # a scheduler reports that a request waits, in the log of a job that ran: Ray starts all its ranks at once
-    stepped = bool(later.progress) or later.began
-    waited = {id(f) for f in found.named("not_started") if stepped and _PENDING.search(f.fields["what"]) is not None}
-    waited |= {id(f) for f in found.named("not_scheduled") if stepped or found.ranks}
+    waited = {
+        id(f) for f in found.named("not_started") if later.has_steps and _PENDING.search(f.fields["what"]) is not None
+    }
+    waited |= {id(f) for f in found.named("not_scheduled") if later.has_steps or found.ranks}
     found.facts = [f for f in found.facts if id(f) not in waited]
     facts = [f for f in found.facts if f.role in _ENDS or f.role is Role.STOP]
     ends = _Ends(facts, later)

@@ -82,6 +82,7 @@ GOES_FIRST = (
     "init_process_group, InitProcessGroupKwargs, ddp_timeout); if it takes seconds as a rule, see why {who} did not leave {where}"
 )
 GOES_ON = "do that work before the job starts (tokenize, download), with several processes (num_proc, preprocessing_num_workers), or on all ranks; or give the group a longer timeout (init_process_group, ddp_timeout)"
+SURVIVED = "mend that error ({own}): {who} went on after it, most likely on another way than the others; a rank that catches an error must still make the calls that the others make, or raise it on all ranks; else "
 PREPARING = (
     "if {who} was still preparing data: do that once before the job starts (build the index, tokenize, download), or give the group a longer "
     "timeout (init_process_group, ddp_timeout, --distributed-timeout-minutes); else "
@@ -115,6 +116,11 @@ GENERAL = (
     SAME_EVERYWHERE,
 )
 SEE_LOG = "see that rank's own log (torchrun keeps it with --log-dir DIR --tee 3); @record of torch.distributed.elastic on main puts the traceback into torchrun's table"
+# the same, by the launcher that reports the end of a rank
+OWN_LOGS: Mapping[str, str] = MappingProxyType({
+    **dict.fromkeys(("mpi", "mpirun"), "see what that rank printed before it (mpirun --output-filename DIR keeps its lines apart; Hydra: -prepend-rank)"),
+    "srun": "see that rank's own log (srun --output=NAME-%t.log keeps its lines apart)",
+})  # fmt: skip
 IB_STATUS: Mapping[str, str] = MappingProxyType({
     "12": "no answer after all retries: a link, switch or port is down, or the peer's process ended",
     "5": "flushed: the connection was broken before",

@@ -26,6 +26,7 @@ _CULPRIT = bounded(r"Culprit rank (\d{1,6});")
 _ANALYZED = {"SIZE_OR_SYNTAX": "shape", "COLLECTIVE_TYPE": "op", "COLLECTIVE_DTYPE": "dtype"}
 _RUNS = bounded(r", NCCL version (\d{1,3}\.\d{1,3}\.\d{1,3})")  # in torch's exceptions
 _HCCL_CAUSES = {"count": "shape", "dataType": "dtype"}
+_BROKEN_PATH = "test the path between the GPUs: once with NCCL_P2P_DISABLE=1, `all_reduce_perf -c 1` of nccl-tests, `nvidia-smi topo -p2p r`; peer-to-peer that gives zeros is most often an IOMMU, or ACS of the PCIe switches: switch them off"
 _FINGERPRINT = {
     "number": bounded(r"SequenceNumber=(\d{1,18})"),
     "op": bounded(r"OpType=(\w+)"),
@@ -142,7 +143,7 @@ def _versions(found: Collected, facts: list[Fact]) -> Finding:
 def of_versions(found: Collected) -> list[Finding]:
     """Return the finding on processes that run different versions of NCCL, in a job whose communication never worked."""
     failed = [f for f in found.facts if f.role in WAITED]
-    if found.steps or found.losses or found.began or not failed:
+    if found.steps or found.losses or not failed:
         return []
     runs = {who: set(versions) for who, versions in found.nccl.items()}
     for f in failed:
@@ -192,9 +193,12 @@ def _fingerprints(facts: list[Fact]) -> Finding:
         texts.append("the other side is not in the message")
     culprits = fewer(sides.values())
     site = next((f.site for f in facts if f.rank in culprits and f.site is not None), first_site(facts))
-    skipped = "; their numbers differ, so one rank has made one call more or fewer before"
-    numbers_differ = len({c["number"] for c in (a, b) if "number" in c}) > 1
-    message = f"ranks made different calls in one collective: {', '.join(texts)}{skipped * numbers_differ}{at(site)}"
+    more, skipped = int(a.get("number", 0)) - int(b.get("number", 0)), ""
+    if more and "number" in a and "number" in b:
+        ahead, behind = ("a", "b") if more > 0 else ("b", "a")
+        ranks = f"rank {both.fields[ahead]} had made {counted(abs(more), 'call')} more than rank {both.fields[behind]}"
+        skipped = f"; by these numbers, {ranks} before"
+    message = f"ranks made different calls in one collective: {', '.join(texts)}{at(site)}{skipped}"
     call = CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None
     return _differ("mismatch", cause, facts, sides.values(), message, same_calls(culprits), collective=call)
 
@@ -242,12 +246,15 @@ def _counts(facts: list[Fact]) -> Finding:
         advice = "build the same model on every rank: the same arguments, and the same parameters with requires_grad"
         return _model(facts, message, advice, proved=True, culprits=culprits)
     odd = sorted({int(f.fields["b"]): f.number("nb") or 0 for f in facts}.items())
-    message = (
-        f"DDP could not compare the models: {rank_list(own)} {verb(own, 'has', 'have')} {next(iter(own.values())):,} parameters and "
-        f"read {', '.join(f'{n:,} on rank {r}' for r, n in odd[:3])}, which no model has: those ranks were in another collective, "
-        "or had ended"
-    )
+    message = f"DDP could not compare the models: {rank_list(own)} {verb(own, 'has', 'have')} {next(iter(own.values())):,} parameters and read {', '.join(f'{n:,} on rank {r}' for r, n in odd[:3])}, which no model has"
     advice = "see what those ranks did at that moment: an exception, a collective that only some ranks call, two DDP modules in a different order; then NCCL_DEBUG=WARN"
+    sites = {f.site for f in facts}
+    if own.keys() >= dict(odd).keys() and len(sites) == 1 and None not in sites:
+        message += ": yet those ranks report the same from the same line, so most likely what they exchanged did not arrive as it was sent"
+        advice = f"{_BROKEN_PATH}; if that works, see whether these ranks wrap several modules, in one order"
+    else:
+        message += ": those ranks were in another collective, or had ended"
+        advice += f"; if they were in this call, {_BROKEN_PATH}"
     return _model(facts, message, advice, proved=False)
 
 

@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from distdiag.diagnosis.consequences import OTHER_ENDED
+from distdiag.diagnosis.consequences import OF_OTHERS, OTHER_ENDED
 from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, shortened
 from distdiag.sources.logs import blamed, meanings
-from distdiag.sources.logs.build import ENDED, Fields, finding, job_ranks, last_words, some, who
+from distdiag.sources.logs.build import ENDED, Fields, finding, job_ranks, last_words, library, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import HERE, first_site
 from distdiag.terms.units import rough_time
@@ -38,7 +38,7 @@ class Row:
         blaming: Text and advice if the facts show whom the others waited for.
         pick: Which of the facts count.
         when: True if the row is meant for these facts.
-        blames: Return whom the writers waited for, as far as the facts show, and the writers.
+        blames: Return whom the writers waited for, as far as the facts show.
         more: Return what the text may name, besides the fields of the facts and those of all rows.
         subject: Who it is, if the lines name nobody.
     """
@@ -50,7 +50,7 @@ class Row:
     blaming: tuple[str, str] | None = None
     pick: Callable[[Fact], bool] = lambda _fact: True
     when: Callable[[Sequence[Fact]], bool] = lambda _facts: True
-    blames: Callable[[Collected, Sequence[Fact]], blamed.Blamed] = blamed.nobody
+    blames: Callable[[Collected, Sequence[Fact]], Collection[int]] = blamed.nobody
     more: Callable[[Sequence[Fact]], dict[str, str]] = lambda _facts: {}
     subject: str = "a rank"
     op: str = ""
@@ -87,7 +87,7 @@ LATE_ROWS = (
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
         when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True, blames=blamed.late),
     Row("barrier_reached", _LATE, "{who} reached monitored_barrier{at} and then lost rank 0, which knows the missing rank",
-        "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier", blames=blamed.at_barrier),
+        "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier"),
     *(Row(name, kind, "Horovod's ranks wait for each other: {few} did not submit what the others wait for{few_lack}, and {many} did not submit what the first ones wait for{many_lack}", _UNEVEN.format(who="its ranks"),
         ("{culprits} did not submit what Horovod's other ranks wait for{few_lack}, but another operation{many_lack}, which these did not: the program took another way there", _UNEVEN.format(who="{culprits}")),
         when=lambda facts: bool(blamed.without_each_other(facts)), blames=blamed.smaller_side, more=blamed.of_sides) for name, kind in (("horovod_stall", "stall/unknown"), ("horovod_late", _LATE))),
@@ -145,6 +145,8 @@ START_ROWS = (
         "take the stacks of all schedulers the next time before that (`py-spy dump --pid …`), and look at their GPUs (`dmesg -T | grep -i xid`): a collective that not all of them entered, or a kernel that hangs"),
     Row("npu_task", "stall/unknown", "a task on the NPU of {who} did not end in time{at}",
         "read the logs of the other ranks first: a collective waits for a rank that failed or is late; then the NPU's own log (plog, `npu-smi info`)"),
+    Row("monitor_late", "stall/unknown", "{culprits} gave its monitor no sign of life{stuck}, so the monitor ended {its} process",
+        "it hung, or worked for longer than the monitor allows: take the stacks of that process the next time (`py-spy dump --native --pid …`, before the monitor's limit), look at its GPU (`dmesg -T | grep -i xid`); if that work takes so long as a rule, raise the limit, or report a heartbeat in it", blames=blamed.missing),
     Row("stuck_watchdog", "stall/unknown", "the watchdog of {who} made no progress{stuck}: a call to CUDA or NCCL does not return there, or a thread holds the GIL in one",
         "take the stacks of that process with native frames the next time (`py-spy dump --native --pid …`, gdb); look at its GPU (`dmesg -T | grep -i xid`)", blames=blamed.stuck),
     Row("no_host", _SET, "the job, or a part of it, did not start: ssh could not resolve the host name {all_peers}",
@@ -181,8 +183,8 @@ START_ROWS = (
     Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
         "the address is this node's own: on several nodes set MASTER_ADDR (--rdzv-endpoint) to the first node; on one, see why rank 0 did not start",
         when=lambda facts: facts[0].fields["peer"] in HERE, subject="a node"),
-    Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: rank 0, or torchrun's first node, does not listen there",
-        "see whether rank 0 has started and failed, and whether this node reaches it: `nc -vz {peer} {port}`", subject="a node"),
+    Row("store_connect", _LOST, "{who} could not reach the job's store at {peer}:{port}{at}: the log does not show whether nothing listens there, or the way there is closed",
+        "see whether {peer} is the first node's address, whether rank 0 (torchrun there) has started and not failed, and whether this node reaches it: `nc -vz {peer} {port}` (refused: nothing listens there; no answer: a firewall, a security group, a wrong address, or the host is down)", subject="a node"),
     Row("clients", _SET, "{left} of {expected} ranks had not joined{after}{at}: {unresolved}", _RESOLVE,
         ("{culprits} had not joined{after}{at}: {unresolved}", _RESOLVE), when=lambda facts: "unresolved" in facts[0].fields, blames=blamed.absent_clients),
     Row("clients", _SET, "{left} of {expected} ranks had not joined{after}{at}", _STARTED,
@@ -201,7 +203,7 @@ START_ROWS = (
         _RESOLVE, subject="a node"),
     Row("full_mesh loopback", _LOST, "gloo on {who} could not connect to every other rank: {loops} cannot resolve its own host name, so gloo listens there on the loopback address, which no other host reaches",
         "set GLOO_SOCKET_IFNAME on all nodes to the interface that they share, in the environment of the processes themselves (with Ray: before `ray start`); or give that host its own name and address (/etc/hosts): `getent hosts $(hostname)`",
-        when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, blames=blamed.of_failed, subject="a node", more=lambda facts: {"loops": some([_where(f) for f in facts if f.name == "loopback"])}),
+        when=lambda facts: len({_where(f) for f in facts}) > 1 and {f.name for f in facts} == {"full_mesh", "loopback"}, subject="a node", more=lambda facts: {"loops": some([_where(f) for f in facts if f.name == "loopback"])}),
     Row("full_mesh", _SET, _ITSELF + ": the host of that rank gave it as its own", _OWN_NAME.format(there="each host's"),
         (_ITSELF + ": {culprits}, whose connections were then closed, most likely gave it", _OWN_NAME.format(there="on the host of {culprits}, its")),
         pick=lambda f: f.fields.get("peer", "").startswith("127."), blames=blamed.gave_loopback, subject="a node"),
@@ -218,6 +220,9 @@ START_ROWS = (
 LOST_ROWS = (
     Row("efa", _LOST, "NCCL on {who} got no answer from {all_peers} over EFA: {what}",
         "look at that instance: its process, `dmesg -T`, its status in the cloud's console; if it is well, the security group and the subnet"),
+    Row("efa_send", _LOST, "NCCL on {who} could not reach others over EFA: {what}",
+        "if no step has worked, it is most often the security group of the instances: it must allow all traffic, in and out, from itself (not only TCP); then all of them in one subnet, `fi_info -p efa`, and one version of aws-ofi-nccl, libfabric and the EFA driver; else see whether a peer's process ended first", when=lambda facts: "remote" in facts[0].text),
+    Row("efa_send", _LOST, "NCCL on {who} failed to send over EFA: {what}", "see whether a peer's process ended first, then `fi_info -p efa`, the versions of aws-ofi-nccl, libfabric and the EFA driver, and `dmesg -T`"),
     Row("ray_head", _LOST, "Ray lost its head node (GCS): it ended, or somebody stopped it",
         "see the head's gcs_server.out, its memory and `dmesg -T`, and whether `ray stop` was called"),
     Row("coordination", _LOST, "{nodes} sent no heartbeats to the coordination service any more: it ended, or hangs",
@@ -225,7 +230,7 @@ LOST_ROWS = (
     Row("ib", "rank_lost/crashed", "NCCL's RDMA failed on {who} itself, not at its peer {all_peers} (status {status}: {meaning})",
         "GPU memory could not be registered or read there: the driver and nvidia-peermem or DMA-BUF, IOMMU and ACS, a buffer freed too early; run once with NCCL_NET_GDR_LEVEL=LOC, and see `dmesg -T | grep mlx5`",
         when=lambda facts: facts[0].fields["status"] in meanings.LOCAL, more=blamed.of_ib),
-    Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers} (status {status}: {meaning})",
+    Row("ib", _LOST, "NCCL on {who} lost its RDMA connection to {all_peers}{over} (status {status}: {meaning}){one_end}",
         "check that link{ends}: `ibstat`, `perfquery`, switch counters, RoCE's GID and flow control (NCCL_IB_GID_INDEX); see first whether the peer's process ended", more=blamed.of_ib),
     Row("ib_setup", "rank_lost/crashed", "{who}{on_host} could not connect over RDMA{at}: its device {dev} has no address at GID index {index} (local GID ::)",
         "see `show_gids` and `ip addr` there: the interface of {dev} has no IP address, or its table differs from the other hosts' (a container without that interface); give it one, else leave the device out on all hosts (NCCL_IB_HCA=^{dev}), or let NCCL choose (unset NCCL_IB_GID_INDEX)",
@@ -255,11 +260,18 @@ LOST_ROWS = (
     Row("closed store_lost lost", _LOST, "{who} lost the job's store{to}{at}: the process that serves it, rank 0 or torchrun's, had ended{nothing}", _ENDED,
         when=lambda facts: all(f.name == "store_lost" for f in facts), subject="a process", blames=blamed.silent_of_job),
     Row("closed store_lost lost", _LOST, "{who} lost a connection{to}{at}: the process at the other end had ended, or the network broke{nothing}", _ENDED, subject="a process", blames=blamed.silent_of_job),
+    Row("ccl_thread nccl_error", _SET, "oneCCL on {who} could not start its worker threads{at}: pthread_create returns {errno}",
+        "22 (EINVAL): it is bound to a core that this process may not use: set CCL_WORKER_AFFINITY to cores of each rank's cpuset (`taskset -cp PID`, Slurm's --cpus-per-task, the container's cpuset), or give each rank more cores, or fewer workers (CCL_WORKER_COUNT=1); 11 (EAGAIN): `ulimit -u` and pids.max", when=lambda facts: any(f.name == "ccl_thread" for f in facts)),
+    Row("dist_error", _LOST, "{who} stopped waiting{at}, as another process of the job had ended or failed: {what}",
+        "read the lines before it, the workers' own logs and `dmesg -T` of their hosts: this message only follows from what happened there", when=lambda facts: all(OF_OTHERS.search(f.text) and "CCL" not in f.text for f in facts)),
     Row("nccl_error own_error dist_error", "rank_lost/crashed", "HCCL failed on {who}{at}: {what}",
         "read the lines after it (EI…, EJ…, ERR…): they have the reason; often another rank failed first", when=lambda facts: facts[0].fields.get("what", "").startswith(("Hccl", "Acl", "acl", "[ERROR] HCCL")), more=blamed.of_library),
     Row("nccl_error own_error dist_error nccl_warning", "rank_lost/crashed", "{library} failed on {who}{on_host}{at}: {what}: {warning}",
-        "see the first NCCL WARN or `Last error` of each rank: it is the reason, the exceptions follow", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2, more=blamed.of_library),
-    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with {debug}, which prints the reason", more=blamed.of_library),
+        "NCCL's warning is the reason, the exceptions follow from it: compare it with the first NCCL WARN or `Last error` of the other ranks", when=lambda facts: len({f.name == "nccl_warning" for f in facts}) == 2, more=blamed.of_library),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "read the first |CCL_ERROR| line of each process: it has the reason, the others follow",
+        when=lambda facts: any("|CCL_ERROR|" in f.text for f in facts), more=blamed.of_library),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "run again with CCL_LOG_LEVEL=info, which prints the reason", when=lambda facts: library(facts[0]) == "oneCCL", more=blamed.of_library),
+    Row("nccl_error own_error dist_error", "rank_lost/crashed", "{library} failed on {who}{at}: {what}", "{again}", more=blamed.of_library),
     Row("timeout_cut", _LATE, "the log ends inside a message of {who}, which reports that a collective timed out: which one, and whom it waited for, is not in it",
         "give the rest of this log, and the logs of all ranks"),
     Row("store_wait", _LATE, "{who} waited {limit} in the job's store{at} for {key}, which no process has set",
@@ -284,7 +296,8 @@ def first_of(rows: Sequence[Row], found: Collected) -> list[Finding]:
 
 
 def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
-    culprits, victims = row.blames(found, facts)
+    culprits = sorted(row.blames(found, facts))
+    victims = sorted(blamed.waiting(found, facts).difference(culprits))
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
     bar = next((found.bars[f.path] for f in facts if found.bars.get(f.path)), "")
@@ -292,7 +305,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     fields |= row.more(facts) | _of_job(found) | {"settings": _settings(found)}
     kind, _, cause = row.kind.partition("/")
     waited = row.kind in (_LATE, "stall/unknown") and not fields["printed"]
-    went_on = kind == "rank_lost" and (found.steps or found.began)
+    went_on = kind == "rank_lost" and found.steps
     return finding(
         kind,
         cause,
@@ -313,8 +326,12 @@ def _of_job(found: Collected) -> dict[str, str]:
     shown = f"; of the {wanted:,} nodes that it needs, the log shows {len(came):,} that came: {some(sorted(came))}"
     absent = sorted(set(range(min(max(found.ranks, default=0), MAX_RANKS))) - found.ranks)
     without = f"; no log has a line of {rank_list(absent)}" if absent else ""
+    printed = found.interfaces or found.settings  # by lines of NCCL's level INFO
+    again = "NCCL_DEBUG is on, and no line has a warning of NCCL: give the logs of all ranks, one of them may have it"
     server = f" ({min(found.servers)})" if len(found.servers) == 1 else ""
-    return {"came": shown if 0 < len(came) < wanted else "", "server": server, "absent": without}
+    return {"came": shown if 0 < len(came) < wanted else "", "server": server, "absent": without} | {
+        "again": again if printed else "run again with NCCL_DEBUG=WARN, which prints the reason"
+    }
 
 
 def _settings(found: Collected) -> str:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 
+from distdiag.diagnosis.known_errors import remedy
 from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import at, shortened
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import fewer, finding, last_words, ranks_of, same_calls
+from distdiag.sources.logs.build import LONG, fewer, finding, last_words, ranks_of, same_calls
 from distdiag.sources.logs.facts import Collected
 from distdiag.sources.logs.join import absent_ranks, before, first_site, known_ranks
 from distdiag.sources.logs.message import Role
@@ -35,8 +36,10 @@ PATH = (
     "firewall, `dmesg -T | grep -i xid`"
 )
 
+_ERROR = bounded(r"\bERROR\b")
 # what the last line of a late rank shows of its work
 _DID = (
+    (_ERROR, meanings.SURVIVED),
     (
         bounded(r"(?i:\b(?:build\w{0,3}\b.{0,60}\bind(?:ex|ices)\b|(?:tokeniz|preprocess|download)ing\b))"),
         meanings.PREPARING,
@@ -79,13 +82,16 @@ def _chain(found: Collected, by_group: Mapping[Group, Waits]) -> Finding | None:
 
 def _said(found: Collected, late: Collection[int]) -> str:
     """Return the last line of the one late rank; else, as most programs print on rank 0 only, the last one without a rank, if rank 0 is late."""
-    likely = f"; the last line before that, most likely of rank 0, is `{shortened(found.nameless, 100)}`"
+    whose = "" if _ERROR.search(found.nameless) else ", most likely of rank 0,"
+    likely = f"; the last line before that{whose} is `{shortened(found.nameless, LONG)}`"
     return last_words(found, late) or likely * (0 in late and bool(found.nameless))
 
 
 def _of_work(said: str, late: Collection[int]) -> str:
     """Return what to do about the work that the last line of a late rank, of several rank 0, shows; empty if it shows none."""
-    return next((advice.format(who=f"rank {min(late)}") for regex, advice in _DID if regex.search(said)), "")
+    own = remedy(said, "its text has the reason")
+    whose = "the rank that printed it" if "last line before that is" in said else f"rank {min(late)}"
+    return next((advice.format(who=whose, own=own) for regex, advice in _DID if regex.search(said)), "")
 
 
 def _missing(group: Group, waits: Waits) -> set[int]:

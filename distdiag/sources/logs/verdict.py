@@ -77,17 +77,17 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found = join(found)
     found.facts, past = later.split(found, reader.later)
     _drop_late_stop(found, reader.later)
-    found.facts += _never_started(found, bool(reader.later.progress) or reader.later.began)
+    found.facts += _never_started(found, reader.later.has_steps)
     roles = {f.role for f in found.facts}
     # without another cause, they are what the others met
     met = not roles.isdisjoint(WAITED) and roles.isdisjoint((Role.CAUSE, Role.EXIT))
     (found.facts if met else found.past).extend(earlier)
-    found.past += past
+    found.past += (f for f in past if f.name != "store_waiting")  # torch's line of information, no failure
     later.name_shared_stores(found, reader.later)
     ends = reader.later
     found.facts = [f for f in found.facts if f.name != "oom_caught" or f.line > ends.stepped_at.get(f.path, 0)]
     of_job = {key: loss for key, loss in ends.loss.items() if key[0] not in ends.tests}
-    found.losses, found.took, found.steps, found.began = of_job, ends.took, bool(ends.progress), ends.began
+    found.losses, found.took, found.steps = of_job, ends.took, ends.has_steps
     found.over, found.tests, found.ended = ends.over, ends.tests, bool(found.late_stop) or ends.ended(found.unknown)
     for f in (f for f in found.facts if f.role is Role.WAIT and f.path not in found.bars):
         found.bars[f.path] = ends.moving(f.path, f.line)
@@ -104,7 +104,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
             if (rank := rank_of(*key)) is not None and (clean := later.PREFIX.sub("", text).strip()):
                 of_rank.setdefault(rank, clean)
     ended_well = {path for path, scope in ends.well if scope != "server"}
-    found.well = {path: line for (path, scope), line in ends.well.items() if scope in ("job", "file", "part", "agent")}
+    found.well = {path: line for (path, scope), line in ends.well.items() if scope in later.WHOLE}
     failing = {path for path, *_ in ends.fatal}  # an error, and no progress after it: such a server shuts down, too
     for path in {path for path, scope in ends.well if scope == "server"} - failing:
         if all(ends.after(p, number) for p, number, _ in found.unknown if p == path):
@@ -154,7 +154,7 @@ def judge_logs(
         if len(joined.facts) + len(joined.past) > len(found.facts) + len(found.past):  # it was wrapped: more is known
             found = joined
     findings, text = judge(found)
-    if (found.steps or found.began) and not found.recorded:  # the cost counts from the failure on
+    if found.steps and not found.recorded:  # the cost counts from the failure on
         findings = [replace(f, cost=NO_PROGRESS_SINCE) if f.cost == NO_PROGRESS_MADE else f for f in findings]
     findings = [_after_caught(hosts.with_reports(f, found), found) for f in findings]
     found.ranks |= {w.rank for f in findings for w in (*f.where, *f.waiting) if w.file}

@@ -13,6 +13,7 @@ MESSAGES = (
     message("dump_signal", W, ("Received a dump signal", r"Received a dump signal due to a collective timeout from\s+(?:this local rank|rank (?P<first>\d+)).{0,99}?Last enqueued (?:NCCL )?work: (?P<enq>-?\d+),.{0,160}? last completed (?:NCCL )?work: (?P<done>-?\d+)")),
     message("stuck_watchdog", W, ("Heartbeat monitor timed out", r"Heartbeat monitor timed out"),
        ("watchdog got stuck", r"watchdog got stuck for (?P<stuck_s>\d+) seconds")),
+    message("monitor_late", W, ("RankMonitorServer", r"\bRankMonitorServer:(?P<ranks>\d{1,6})\b.{0,120}?(?P<what>Did not get \w{1,20} heartbeat\. Waited (?P<stuck_s>\d{1,7})|open for too long)")),
     message("engine_watchdog", W, ("watchdog_timeout=", r"[Ww]atchdog timeout \(self\.watchdog_timeout=(?P<stuck_s>\d+)")),
     message("gloo_timeout", W, ("Timed out waiting", r"\[[^\]]{0,120}gloo/transport/[^\]]{0,80}\] Timed out waiting (?P<limit>\d+)ms for (?P<what>send|recv) operation"),
        ("Application timeout caused pair closure", r"Application timeout caused pair closure")),

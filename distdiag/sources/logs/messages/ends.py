@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from distdiag.sources.logs.message import C, E, F, Meaning, X, message
+from distdiag.sources.logs.message import C, E, F, H, Meaning, X, message
+
+_DIED = r" (?:has |was )?(?:died|exited|terminated|crashed|killed) unexpectedly"
 
 MESSAGES = (
     message("exception", C, meaning=Meaning("rank_lost", "crashed", "raised {type}{what}{because}", ""), of_program=True),
@@ -17,8 +19,9 @@ MESSAGES = (
        (": rank ", r"^(?P<host>[\w.-]{1,253}): rank (?P<r>\d+) exited with code (?P<code>[1-9]\d*)"),
        (" terminated with ", r"(?:ProcessExitedException|Exception): process (?P<r>\d+) terminated with (?:signal (?P<signal>\w+)|exit code (?P<code>\d+))"), of_ranks=True),
     message("lost_worker", E, ("its worker process has died", r"The actor is dead because its worker process has died"),
-       ("died unexpectedly, shutting down", r"Worker proc \w+?-(?P<r>\d+) died unexpectedly, shutting down"),
-       ("died unexpectedly, shutting down", r"Engine core proc (?P<label>\w{1,80}) died unexpectedly, shutting down"),
+       (" unexpectedly", r"(?:\bWorker proc \w+?-|\b[Rr]ank[ =:]{0,2}\[?)(?P<r>\d{1,6})\b(?:[\]), ]{1,3}[^.:,\d]{0,40})?" + _DIED),
+       (" unexpectedly", r"\b(?:[Pp]rocess|[Pp]id|PID)[ =:]{1,2}(?P<pid>\d{1,9})\)?" + _DIED),
+       (" unexpectedly", r"(?:\bEngine core proc |(?<!DataLoader )\b(?=\w*(?:[Ww]orker|[Aa]ctor)[ \w-]{0,60}\d ))(?P<label>[\w-]{1,80}(?: [\w-]{1,40}){0,2})" + _DIED),
        ("A worker died or was killed", r"A worker died or was killed while executing a task by an unexpected system error(?:.{0,400}?Worker IP address: (?P<host>\S+).{0,60}?Worker PID: (?P<pid>\d+))?"), launcher="parent"),
     message("mpi_abort", E, ("MPI_ABORT was invoked", r"MPI_ABORT was invoked on rank (?P<r>\d+)"),
        (" in comm ", r"Abort\(\d+\) on node \d+ \(rank (?P<r>\d+) in comm \d+\): (?P<how>.{1,160})"),
@@ -30,6 +33,8 @@ MESSAGES = (
        ("Host EC", r"Host EC2 \(instance (?P<node>i-\w{1,40})\) terminated"),
        ("Node failure on", r"srun: error: Node failure on (?P<node>\S+)"),
        meaning=Meaning("rank_lost", "silent", "was lost with all its processes", "see whether that node is up, and why it failed: `sinfo -R` or `kubectl describe node`, its console and `dmesg -T`; start again without it"), own=True, whole_node=True),
+    message("signal_sent", H, ("ending SIG", r"\b(?P<what>[Ss]ending SIG(?:KILL|TERM|ABRT)\b.{0,60}?\b(?:pid|PID|process)[ =:]{1,2}(?P<pid>\d{1,9})\b.{0,80})"),
+       ("illing ", r"(?P<what>\b[Kk]illing\s.{0,120}?\b(?:because|since|as it|due to|failed liveness)\b.{1,120})")),
     message("exit_tasks", E, ("srun: error: ", r"(?:^|[\d\]>|Z]:? )srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,\[\]-]+): (?P<how>Out Of Memory|Killed|Segmentation fault|Bus error|Aborted|Terminated|Exited with exit code \d+)"), launcher="srun"),
     message("exit_unnamed", E, ("died with <Signals", r"died with <Signals\.(?P<signal>SIG\w+): \d+>"),
        ("non-zero exit status", r"CalledProcessError: Command .{1,400} returned non-zero exit status (?P<code>\d+)"),
@@ -48,6 +53,8 @@ MESSAGES = (
        ("gone over memory limit", r"(?P<what>Job has gone over memory limit of \d+ \w+\. Peak usage: \d+ \w+)"),
        ("TERM_", r"(?P<what>TERM_(?:RUNLIMIT|CPULIMIT|OWNER|ADMIN|PREEMPT|FORCE_OWNER|REQUEUE_\w+): .{1,80})"),
        ("DeadlineExceeded", r"^Reason: {1,40}(?P<what>DeadlineExceeded)|(?:Job|Pod) was active on the node longer than the specified deadline"), stop="the scheduler: {what}"),
+    message("launcher_stopped", X, ("killing job...", r"^(?:\^C)?\W{0,9}(?P<what>(?:mpirun|mpiexec|orterun|prterun)(?:\.\w{1,20})?: killing job\.\.\.)"),
+       ("sending Ctrl-C", r"\b(?P<what>srun: sending Ctrl-C to \S{1,60})"), stop="Ctrl-C or a signal to its launcher ({what})"),
     message("evicted_pod", X, ("victed", r"\bEvicted\b.{0,80}?\bpod/(?P<pod>[\w.-]{1,253})\W{1,20}(?!The node was low)(?P<what>[A-Z].{1,160}?)\.?\s*$"), stop="Kubernetes: {pod} was evicted: {what}"),
     message("evicted", X, ("The node was low on resource", r"(?:\bpod/(?P<pod>[\w.-]{1,253})\W.{0,40}?)?The node was low on resource: (?P<what>[\w-]+)"), stop="Kubernetes: {pod} was evicted, its node{of} was low on {what}"),
     message("pod_begun", F, ("Successfully assigned ", r"Successfully assigned (?:[\w.-]{1,63}/)?(?P<pod>[\w.-]{1,253}) to "),
