@@ -9,7 +9,7 @@ from enum import IntEnum
 from pathlib import Path
 
 MAGIC = b"DISTDIAG"
-VERSION = 18
+VERSION = 19
 HEAP_BYTES = 192 * 1024
 CALLS, STEPS, SAMPLES, SCALARS, DDP_TIMES = 1024, 256, 128, 64, 32
 CALLERS = 3  # most callers of a call's site
@@ -191,7 +191,7 @@ class LoaderSlot(Structure):
         ("n_first", c_uint32),
         ("first", c_uint64 * 6),
         ("n_previous", c_uint32),
-        ("previous", c_uint64 * 6),
+        ("previous", c_uint64 * 6),  # fingerprints as `first`, of the pass before; if `fed`: of later batches (`LATER`)
         ("wait_ns", c_uint64),
         ("persistent_workers", c_int32),  # -1: not known
         ("promised", c_uint32),  # the job declared how many batches it takes
@@ -217,6 +217,9 @@ class ModelSlot(Structure):
         ("parameters", c_uint32),
         ("parameter_elements", c_uint64),
         ("shape_hash", c_uint64),
+        # of the names and shapes of its parameters, by whose positions DDP exchanges them: a hash in any order (high 32 bits), and in theirs
+        ("parameter_order", c_uint64),
+        ("buffer_order", c_uint64),
         ("find_unused", c_int32),  # 1 set by the script, 2 set by a library that wraps the model; -1 not known yet
         ("static_graph", c_int32),
         ("broadcast_buffers", c_int32),

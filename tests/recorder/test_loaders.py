@@ -32,7 +32,7 @@ from distdiag.page.writer import PageWriter
 from distdiag.recorder.fast import accounts
 from distdiag.recorder.hooks.data_set_index import data_set_content
 from distdiag.recorder.hooks.epoch_samples import EpochSamples
-from distdiag.recorder.hooks.loaders import Loaders, fingerprint, stated
+from distdiag.recorder.hooks.loaders import LATER, Loaders, fingerprint, stated
 from distdiag.recorder.hooks.wrapping import around
 from distdiag.recorder.state import Recorder
 
@@ -90,6 +90,15 @@ def test_a_datasets_length_is_not_asked_for_again(name: str, recorded: Loaders) 
         slot = next(iter(recorded._slots.values()))
         # the sampler of a subset does not know the data set
         assert (slot.length, slot.dataset_length) == (batches, -1 if name == "a subset" else SAMPLES)
+
+
+def test_later_inputs_of_a_module_have_fingerprints(recorded: Loaders) -> None:
+    inputs, module = [(torch.randn(3, 5),) for _ in range(200)], object()
+    for x in inputs:
+        recorded.fed(module, x, 7)
+    slot = recorded._slots[7]
+    assert slot.n_previous == len(LATER) == len(slot.previous)
+    assert [*slot.previous] == [fingerprint(inputs[n - 1]) for n in LATER]
 
 
 class Shard(BatchSampler):

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distdiag.page.layout import Phase, SampleKind, word
 from distdiag.recorder import unseen
 from distdiag.recorder.hooks.collectives import Collectives
+from distdiag.recorder.hooks.ddp_models import _order
 from distdiag.recorder.hooks.replica_checksums import ReplicaChecksums, _Compared, _counted, _one_of, _untrained
 from distdiag.recorder.hooks.step_accounting import StepAccounting
 
@@ -337,7 +338,7 @@ def test_modules_that_ddps_forward_calls_and_its_module_does_not_have_are_report
     written = in_a_job(net, lead, *others, call=step)
     assert (SampleKind.NOT_STEPPED in written.of) is found
     if found:
-        assert written.names[SampleKind.NOT_STEPPED] == "Teacher.net.weight"
+        assert written.names[SampleKind.NOT_STEPPED] == "Teacher.net.weight, Teacher.net.bias"
         assert written.of[SampleKind.NOT_STEPPED] == (4, 1 << 32)
     assert not nn.modules.module._global_forward_pre_hooks
 
@@ -450,6 +451,27 @@ def test_parameters_that_were_replaced_after_the_optimizer_was_built_are_counted
     assert not replaced or written.names[SampleKind.NOT_STEPPED].startswith(
         "0." if replaced == "embed" else "2.weight, 2."
     )
+
+
+def test_parameters_that_no_optimizer_has_are_named_the_largest_first() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 9))
+    model = SimpleNamespace(
+        trained=lambda: [*net.named_parameters()][1:], built_with=frozenset(map(id, net.parameters()))
+    )
+    written: Any = Written()
+    optimizer = torch.optim.SGD([net[0].weight], lr=0.1)
+    checksums = ReplicaChecksums(SimpleNamespace(models={0: model}), written)  # type: ignore[arg-type]
+    torch.Tensor.sum(net(torch.randn(4, 2))).backward()
+    for step in (32, 64):
+        checksums._not_stepped(optimizer, step)
+    assert written.names[SampleKind.NOT_STEPPED] == "2.weight, 2.bias, 0.bias, 1.weight"
+
+
+def test_the_order_of_tensors_is_apart_from_their_names() -> None:
+    a, b = ("a", torch.zeros(2)), ("b", torch.zeros(2))
+    one, other, longer = _order([a, b], ()), _order([b, a], ()), _order([a, ("b", torch.zeros(3))], ())
+    assert one != other and one >> 32 == other >> 32 != longer >> 32
+    assert _order([a, b], ("a",)) == _order([b], ()) and _order([], ()) == 0
 
 
 @pytest.mark.parametrize(

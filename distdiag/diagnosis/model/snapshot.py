@@ -173,6 +173,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, gc=False, omit_defaults=T
     frozen: int = 0
     frozen_names: tuple[tuple[str, int], ...] = ()  # the first of them, with their elements
     shape_hash: int = 0
+    parameter_order: int = 0  # `ModelSlot.parameter_order`; 0: not known
+    buffer_order: int = 0
     find_unused: bool | None = None  # None: the constructor has not returned
     flag_of_library: bool = False  # a library that wraps the model set find_unused, not the script
     static_graph: bool = False

@@ -42,6 +42,8 @@ class Limits:
     some_samples: float = 0.25
     """Parts of the data overlap if several ranks read at least this share of the samples, and no rank reads one twice. A sampler's padding
     and chance give less. If each rank shuffles for itself before it takes its part, the share is between 0.33 and 0.42."""
+    later: int = 5
+    """Equal later batches that enter a model, of those that are compared: up to the 96th. A test with synthetic data is shorter."""
     losses: int = 16
     """Different losses that must be equal on all ranks."""
 
@@ -54,7 +56,7 @@ _OF_PARTS = ("all_to_all", "send", "recv")  # the others also serve ranks that e
 _REPEATED = "{repeated} of {world} ranks train on what another rank trains on"
 SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same batches{site}{also}", _REPEATED,
     "{do}", proved=True)  # fmt: skip
-FED = Template(kind, "same_batches_on_ranks", "the first batches of {same} are the same{site}{also}; later ones are not compared",
+FED = Template(kind, "same_batches_on_ranks", "the first batches of {same} are the same{site}{also}; too few later ones were compared",
     f"{_REPEATED}, if the later batches are the same, too", "{do}", proved=True)  # fmt: skip
 OWN_SAMPLES = Template(kind, "same_batches_on_ranks", "the loaders of {same} give the same batches{site}{also}; with each, the ranks exchange a "
     "value of each sample{exchange}", f"none if each rank makes samples of its own from them; else {_REPEATED}",
@@ -107,7 +109,8 @@ EQUAL_LOSSES = Template(kind, "same_batches_on_ranks",
     "{victims} had equal losses in each of {n} steps, to the last bit, and average their gradients: they train on the same batches",
     _REPEATED, "{do}", severity=Severity.INFO)  # fmt: skip
 _DO = {
-    "fed": "if the data are real: draw them with a seed that differs between ranks (seed + rank), or from one shard per rank",
+    "fed": "if the data are real: draw them with a seed that differs between ranks (seed + rank), or from one shard per rank; after "
+    "a resume, restore each rank's own state of the random numbers (`set_rng_state`), or seed again",
     "labels": "compare a few samples of two ranks; nothing to do if each rank reads its own shards",
     "iterable": "let each rank read its own part: split by rank and worker where the data are read (`__iter__` of the dataset: part rank * "
     "workers + worker id of world size * workers); an IterableDataset takes no sampler",
@@ -332,14 +335,20 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
     shared = all(x.dataset_length is not None and not x.distributed_sampler for x in mine)  # one dataset, not split
     severity = Severity.WARNING
     if all(x.fed for x in mine):  # no loader: synthetic data in a test or benchmark are often equal on purpose
-        severity, do = Severity.INFO, "fed"
+        do, n = "fed", _later(loaders, groups)
+        if n is None:
+            yield Abstained(
+                "the first batches are the same, and later ones differ", checked=True, cause="same_batches_on_ranks"
+            )
+            return
+        severity = Severity.INFO if n < limits.later or labels else Severity.WARNING
     elif labels and not shared:
         severity, do = Severity.INFO, "labels"
     elif not mine[0].distributed_sampler:
         do = "iterable" if mine[0].dataset_length is None else "no sampler"
     else:
         do = "dataset" if all(x.sampler_fits for x in mine) else "sampler"
-    template = SAME_LABELS if labels else FED if do == "fed" else SAME_BATCHES
+    template = SAME_LABELS if labels else FED if do == "fed" and severity == Severity.INFO else SAME_BATCHES
     own = _value_of_each_sample(s, loaders, ranks) if template is SAME_BATCHES else None
     if own is not None:
         template, severity = OWN_SAMPLES, Severity.INFO
@@ -350,6 +359,20 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
         template, s, loaders, ranks, severity=severity, repeated=repeated, same=rank_list(groups[0]), exchange=at(own),
         also=_also(groups), do=_DO[do].format(parts=s.world_size - repeated, world=s.world_size),
     )  # fmt: skip
+
+
+def _later(loaders: dict[int, Loader], groups: list[list[int]]) -> int | None:
+    """Return how many later batches that entered the models are the same in each group of ranks; None if some differ."""
+    n = min(len(loaders[q].previous_fingerprints) for g in groups for q in g)
+    same = n
+    for a, b in ((loaders[g[0]], loaders[q]) for g in groups for q in g[1:]):
+        if a.iterations_started > 1:  # these may be of the first pass
+            return 0
+        x, y = a.previous_fingerprints[:n], b.previous_fingerprints[:n]
+        if x != y and not any(of == other and any(of) for of, other in zip(_halves(x), _halves(y), strict=True)):
+            return None
+        same *= same_data(x, y)
+    return same
 
 
 def _value_of_each_sample(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) -> Site | None:

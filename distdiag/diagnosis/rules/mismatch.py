@@ -125,10 +125,12 @@ def _model(s: Snapshot, cascade: Cascade) -> Finding:
     sizes = {q: f"{counted(m.parameters, 'parameter')} of {counted(m.elements, 'element')}" for q, m in models.items()}
     each = "; ".join(f"{rank_list(side)}: {sizes[side[0]]}" for side in sides)
     sites = {q: m.site for q, m in models.items()}
+    named = {m.parameter_order >> 32 for m in models.values()}  # one, if all have the same parameters
+    how = "different orders" if len(named) == 1 and any(named) else "different shapes"
     return MODEL(
         culprits=odd, victims=cascade.others,
         where=wheres(s, (q for q in models if q in odd or not odd), "crashed", sites),
         waiting=wheres(s, (q for q in models if odd and q not in odd), "crashed", sites),
         first_seen_s=min((t for q in models if (t := s.ranks[q].ended_s) is not None), default=s.t_s),
-        each=each + (", in different shapes" if len(set(sizes.values())) == 1 else ""),
+        each=each + (f", in {how}" if len(set(sizes.values())) == 1 else ""),
     )  # fmt: skip

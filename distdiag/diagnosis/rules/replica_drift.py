@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -13,7 +14,7 @@ from distdiag.diagnosis.comparison import Veto, by_step, minority, vetoed
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.guards import GuardKind
-from distdiag.diagnosis.model.snapshot import RankState, Sample, Site, Snapshot
+from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.replicas import (
     averaged_by_ddp,
     averaging_site,
@@ -35,6 +36,8 @@ from distdiag.diagnosis.text.drift import (
     LEFT_IN_EVAL,
     LOGGED,
     MODES,
+    ORDER,
+    ORDER_DOES,
     OVERWRITTEN,
     UNFROZEN,
     WAYS,
@@ -42,7 +45,7 @@ from distdiag.diagnosis.text.drift import (
 from distdiag.diagnosis.text.phrases import at, wheres
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import NOT_ALL, model_parallel, synchronous, training_loaders
-from distdiag.terms.ranks import unfold_ranks
+from distdiag.terms.ranks import by_value, unfold_ranks
 from distdiag.terms.units import counted, percent
 
 kind = kinds.REPLICA_DRIFT
@@ -55,7 +58,7 @@ _VETOES = (
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     s = facts.snapshot
-    if (found := vetoed(_VETOES, s) or _unfrozen(s)) is not None:
+    if (found := vetoed(_VETOES, s) or _unfrozen(s) or _order(s)) is not None:
         yield found
         return
     teams = {x.name for x in sampled(s, "parameters")} - {""}
@@ -512,3 +515,21 @@ def _unfrozen(s: Snapshot) -> Finding | None:
         victims=ranks, where=wheres(s, ranks, None, {q: x.site for q, x in samples.items()}), names=(first.name,),
         step=first.step, site=first.site, n=int(first.value), name=first.name,
     )  # fmt: skip
+
+
+def _order(s: Snapshot) -> Finding | None:
+    """Return the finding of ranks whose modules in DDP have tensors of the same names and shapes, in different orders."""
+    models: dict[tuple[str, str, int], dict[int, Model]] = {}
+    for (q, r), what in itertools.product(s.ranks.items(), ORDER_DOES):
+        for m in r.models:
+            if m.group is not None and (what == "parameter" or m.broadcast_buffers):
+                models.setdefault((what, m.group, getattr(m, f"{what}_order") >> 32), {})[q] = m
+    for (what, *_), of in models.items():
+        sides = [tuple(x) for x in by_value({q: getattr(m, f"{what}_order") for q, m in of.items()}).values()]
+        if len(sides) > 1:
+            return ORDER(
+                cause="buffers" if what == "buffer" else None, severity=Severity.WARNING if what == "buffer" else None, victims=sorted(of),
+                where=wheres(s, of, None, {q: m.site for q, m in of.items()}), name=of[min(of)].name or "the module", what=what, does=ORDER_DOES[what],
+                sides=sets_text(sides),
+            )  # fmt: skip
+    return None

@@ -78,7 +78,7 @@ _WITHOUT_DDP = (
 UNREACHED = "; forward called their modules, but their output does not reach the loss"
 GATHERED = "the all_gather{site}, in every step, passes no gradient on, unless an autograd function or `torch.distributed.nn` calls it"
 NOT_STEPPED = Template(kind, "not_updated",
-    "{n:,} parameter{n:|s} ({name}{n:|, …}) of the module in DDP {n:gets|get} gradients, and no optimizer steps {n:it|them} (up to step {step}){stale}",
+    "{n:,} parameter{n:|s} ({name}) of the module in DDP {n:gets|get} gradients, and no optimizer steps {n:it|them} (up to step {step}){stale}",
     "{n:it is|they are} not trained, and their gradients are computed and averaged for nothing",
     "build the optimizer after the last layer is added or replaced, or give it these parameters, too; if they are to stay as they are, "
     "`requires_grad_(False)` before DDP saves the time", severity=Severity.INFO)  # fmt: skip
@@ -89,7 +89,7 @@ REPLACED = Template(kind, "not_updated",
     "build the optimizer after the last layer is added or replaced: `fully_shard`, other wrappers and some conversions put new parameters into the "
     "model, each only into what it wraps", severity=Severity.WARNING, proved=True)  # fmt: skip
 LOOSE = Template(kind, "not_updated",
-    "{n:,} parameter{n:|s} ({name}{n:|, …}) {n:gets|get} gradients, and no optimizer steps {n:it|them} (up to step {step}): the forward of the module "
+    "{n:,} parameter{n:|s} ({name}) {n:gets|get} gradients, and no optimizer steps {n:it|them} (up to step {step}): the forward of the module "
     "in DDP calls {n:its|their} modules, but does not have them among its own",
     "{n:it is|they are} not trained, averaged or saved",
     "keep these modules in an `nn.ModuleList` or `nn.ModuleDict`, not in a list or dict, before DDP wraps the model and the optimizer is built; if "
@@ -230,23 +230,25 @@ def _not_stepped(s: Snapshot) -> Finding | None:
     if len(of) < len(s.ranks) or len({(x.value, x.name) for x in of.values()}) > 1:
         return None
     newest = of[min(of)]
+    names, n = tuple(newest.name.split(", ")), int(newest.value)
     common: dict[str, Any] = {
-        "victims": sorted(of), "where": (), "step": newest.step, "n": int(newest.value), "name": newest.name, "names": tuple(newest.name.split(", "))
+        "victims": sorted(of), "where": (), "step": newest.step, "n": n, "name": _shown(names, n), "names": names
     }  # fmt: skip
     if newest.key >> 32:
         return LOOSE(**common)
     if not any(r.models for r in s.ranks.values()):
         sites = {q: stack[0] for q in sorted(of) if (stack := s.ranks[q].phase_stacks.get("optimizer"))}
-        shown = _shown(common["names"], common["n"])
-        return REPLACED(**common | {"where": wheres(s, sites, None, sites), "name": shown}, stale=newest.key)
+        common["where"] = wheres(s, sites, None, sites)
+        return REPLACED(**common, stale=newest.key)
     return NOT_STEPPED(
-        **common, stale=f"; it has {newest.key:,} that the module has not" if newest.key else "",
+        **common, stale=f"; the optimizer has {newest.key:,} that the module does not have" if newest.key else "",
         severity=Severity.WARNING if newest.key else Severity.INFO,
     )  # fmt: skip
 
 
 def _shown(names: tuple[str, ...], total: int, most: int = 4) -> str:
-    return ", ".join(names[:most]) + (f" and {total - most:,} more" if total > most else "")
+    rest = total - len(names[:most])
+    return ", ".join(names[:most]) + (f" and {rest:,} more" if rest > 0 else "")
 
 
 # -- unused ----------------------------------------------------------------------------------------------------------

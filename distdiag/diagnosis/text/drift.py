@@ -65,6 +65,15 @@ UNFROZEN = Template(
     "{step} or earlier: DDP does not average them",
     "each rank trains these parameters on its own; only one of the replicas is saved",
     "unfreeze them before wrapping in DDP, or wrap the module again after it (and build a new optimizer)")  # fmt: skip
+ORDER = Template(kind, "different_init",
+    "the ranks register the same {what}s of {name} in different orders ({sides}), and DDP exchanges them by position: {does}",
+    "the replicas differ, although checksums, which are compared by position, agree; only one of them is saved",
+    "register them in one order on all ranks: go over a list, `dict.fromkeys(…)` or `sorted(…)`, not over a set, whose order of texts is another in each "
+    "process (unless all have one PYTHONHASHSEED)", proved=True)  # fmt: skip
+ORDER_DOES = {
+    "parameter": "it makes equal, and averages, parameters of different names",
+    "buffer": "it overwrites a buffer with another one of its first rank",
+}
 OVERWRITTEN = Template(kind, "buffers",
     "buffers that are saved with the model ({name}) differ between the ranks after their steps, since step {step} or earlier{passed}: each rank "
     "updates them from its own batches, and DDP's next forward overwrites them with those of rank 0 (broadcast_buffers)",

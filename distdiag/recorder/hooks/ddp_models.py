@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import zlib
+from collections.abc import Collection, Iterable
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,7 @@ from distdiag.recorder.hooks.step_accounting import StepAccounting
 from distdiag.recorder.hooks.unused_parameters import NAMES_KEPT
 from distdiag.recorder.hooks.wrapped_model import Model
 from distdiag.recorder.state import guarded
-from distdiag.recorder.unseen import named_tensors, parameters, unseen
+from distdiag.recorder.unseen import attributes, named_tensors, parameters, unseen
 from distdiag.unpatched import get_ident
 
 
@@ -36,9 +37,13 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
     slot.name = accounting.page.text(type(module).__name__)
     slot.site = site
     with unseen():
-        shapes = [(name, tuple(p.shape)) for name, p in named_tensors(module) if p.requires_grad]
-        slot.parameter_elements = sum(p.numel() for p in parameters(module) if p.requires_grad)
-        frozen = [(name, p.numel()) for name, p in named_tensors(module) if not p.requires_grad]
+        named = [*named_tensors(module)]
+        shapes = [(name, tuple(p.shape)) for name, p in named if p.requires_grad]
+        slot.parameter_elements = sum(p.numel() for _, p in named if p.requires_grad)
+        frozen = [(name, p.numel()) for name, p in named if not p.requires_grad]
+        ignored = attributes(module).get("_ddp_params_and_buffers_to_ignore") or ()
+        slot.parameter_order = _order(named, ignored)
+        slot.buffer_order = _order(named_tensors(module, "_buffers"), ignored)
     slot.parameters, slot.frozen = len(shapes), len(frozen)
     slot.frozen_names = accounting.page.text(json.dumps(frozen[:NAMES_KEPT])) if frozen else 0
     raw = repr([s for _, s in shapes]).encode()
@@ -51,6 +56,12 @@ def constructing(accounting: StepAccounting, module: Any, kwargs: dict, caller: 
         accounting.collectives.mark_site("DDP", site)
         accounting.collectives.block_ddp(pg, site)
     return slot
+
+
+def _order(named: Iterable[tuple[str, Any]], ignored: Collection[str]) -> int:
+    """Return `ModelSlot.parameter_order` of some tensors; 0 without any."""
+    texts = [f"{name} {tuple(x.shape)}" for name, x in named if name not in ignored]
+    return zlib.crc32("\n".join(sorted(texts)).encode()) << 32 | zlib.crc32("\n".join(texts).encode())
 
 
 def _place(accounting: StepAccounting) -> int | None:

@@ -39,6 +39,14 @@ from distdiag.recorder.unseen import attributes, has_memory, unseen
 # not a subclass's, which may read the sampler's iterator, as those do that save its state
 _TORCHS = (loader_module._SingleProcessDataLoaderIter, loader_module._MultiProcessingDataLoaderIter)
 EPOCHS = 2  # first epochs whose samples may be hashed
+LATER = (
+    8,
+    16,
+    32,
+    64,
+    96,
+    128,
+)  # batches that enter a module, of which a fingerprint is taken, too: as many as fit into the page
 # attributes of samplers that repeat samples
 _REPEATS = ("num_repeats", "repetitions", "repeats", "num_selected_samples")
 _COUNTED = (list, tuple, dict, range, str, bytes, torch.Tensor)  # types whose length is no code of the job
@@ -291,7 +299,13 @@ class Loaders:
             slot = self._begin(ddp, site) if fed else None
             if slot is not None:
                 slot.fed = 1
-        return self.gives(ddp, inputs)
+        n = self.gives(ddp, inputs)
+        slot = known[0] if (known := self._by_iterator.get(id(ddp))) is not None else None
+        if slot is not None and slot.batches in LATER and slot.iterations == 1:
+            with unseen():
+                slot.previous[slot.n_previous] = fingerprint(inputs)
+            slot.n_previous += 1
+        return n
 
     @guarded
     def ends(self, iterator: Any) -> None:

@@ -288,8 +288,10 @@ class ReplicaChecksums:
             stale = [] if loose else [p for i, p in own.items() if i not in built_with]
             if all(gradient(p) is None for p in stale):
                 key = len(stale) | bool(loose) << 32
+                found.sort(key=lambda x: -x[1].numel())
+                names = ", ".join([*dict.fromkeys(name for name, _ in found)][:NAMES])
                 some = _spread([p for _, p in found])
-                self._sum(some, False, partial(self._unchanged, step, len(found), key, found[0][0]))
+                self._sum(some, False, partial(self._unchanged, step, len(found), key, names))
 
     def _replaced(self, lead: Any, lacking: list[Any], step: int) -> None:
         """Without DDP: record how many parameters of the modules that the forward calls have a gradient and are in no optimizer.

@@ -387,6 +387,28 @@ def test_synthetic_inputs_that_are_equal_are_info() -> None:
     assert duplicates(fed, loader(fed=True, length=None, first_fingerprints=prints(2))) == []
 
 
+@pytest.mark.parametrize(
+    ("later", "other", "severity"),
+    [
+        (prints(2), prints(2), "warning"),
+        (prints(2)[:4], prints(2)[:4], "info"),  # a short test
+        (prints(2)[:1] * 6, prints(2)[:1] * 6, "info"),  # a few batches in turn
+        (prints(2), prints(3), None),
+        (prints(2), prints(2)[:5], "warning"),
+    ],
+)
+def test_later_inputs_decide_whether_equal_ones_are_a_warning(
+    later: tuple[int, ...], other: tuple[int, ...], severity: str | None
+) -> None:
+    a, b = (
+        loader(fed=True, length=None, iterations_started=1, first_fingerprints=prints(1), previous_fingerprints=x)
+        for x in (later, other)
+    )
+    of = duplicates(a, b)
+    assert [f.severity for f in of] == ([severity] if severity else [])
+    assert not of or ("too few" in of[0].message) is (severity == "info")
+
+
 def test_ranks_of_smaller_groups_that_are_used_may_share_batches() -> None:
     """Tensor-parallel ranks read the same batches by design; a mesh also makes groups that nobody uses."""
     same = (loader(first_fingerprints=prints(1)),)

@@ -478,3 +478,15 @@ def test_ranks_whose_loops_went_over_different_keys_are_all_named_and_told_to_ha
         "let the loop `for name, value in losses.items()` at line 2 run equally often on all ranks"
     )
     assert "a zero loss, not none" in f.advice and "wrong result" not in f.advice
+
+
+@pytest.mark.parametrize(("names", "how"), [(1, "different orders"), (2, "different shapes")])
+def test_modules_that_ddp_refuses_are_distinguished_by_the_names_of_their_parameters(names: int, how: str) -> None:
+    refused = "RuntimeError: DDP expects same model across all ranks, but Rank 0 has 4 params"
+    ranks = (
+        rank(q, life=Life.CRASHED, exception=refused, ended_s=40.0,
+             models=(msgspec.structs.replace(MODEL, shape_hash=q, parameter_order=(names if q == 1 else 1) << 32 | q),))
+        for q in (1, 2)
+    )  # fmt: skip
+    f = only(ended(job(*ranks)))
+    assert (f.cause, how in f.message) == ("model", True)

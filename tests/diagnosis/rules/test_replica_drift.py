@@ -1052,3 +1052,28 @@ def test_a_logged_value_that_was_equal_while_it_changed_and_differs_now_is_repor
     assert found(lambda k: 1 / k, lambda k: 1 / k) == []
     assert found(lambda k: 1 / k, lambda k: 2 / k) == [], "a local value"
     assert found(lambda k: 0.0 if k < 20 else 1.0, lambda k: 0.0) == [], "equal only while it was constant"
+
+
+@pytest.mark.parametrize(
+    ("what", "orders", "broadcasts", "found"),
+    [
+        ("parameter", (7, 8, 7), False, ("different_init", "error", "ranks 0, 2 and rank 1")),
+        ("buffer", (7, 8, 9), True, ("buffers", "warning", "rank 0 and rank 1 and rank 2")),
+        ("buffer", (7, 8, 7), False, None),  # each rank keeps its own
+        ("parameter", (7, 7, 7), True, None),
+        ("parameter", (7, 8 | 1 << 33, 7), True, None),  # other names
+    ],
+)
+def test_tensors_that_are_registered_in_different_orders_are_reported(
+    what: str, orders: tuple[int, ...], broadcasts: bool, found: tuple[str, str, str] | None
+) -> None:
+    """DDP exchanges them by position, as checksums compare them: these agree."""
+
+    def model(order: int) -> Model:
+        fields: Any = {"broadcast_buffers": broadcasts, f"{what}_order": order | 1 << 32}
+        return msgspec.structs.replace(MODEL, **fields)
+
+    of = found_in(job(*(rank(q, models=(model(order),)) for q, order in enumerate(orders))))
+    assert [(f.cause, f.severity, f.culprits) for f in of] == ([(*found[:2], ())] if found else [])
+    if found:
+        assert f"({found[2]})" in of[0].message and "PYTHONHASHSEED" in str(of[0].advice)
