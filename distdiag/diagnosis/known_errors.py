@@ -125,6 +125,9 @@ ROWS = (
     Known(bounded(r"peer access is not supported"), "these GPUs cannot reach each other's memory: NCCL_P2P_DISABLE=1; see `nvidia-smi topo -p2p r`"),
     Known(bounded(r"CUDA unknown error|initialization error"), NO_CUDA),
     Known(bounded(r"number of tasks per node configured|SLURM .{0,40}does not match"), "make the two numbers equal: devices= and num_nodes= of the Trainer, --ntasks-per-node and --nodes of sbatch"),
+    Known(bounded(r"Input type \(\S+\) and (?:weight|bias) type \(\S+\) should be the same|mat1 and mat2 must have the same dtype|expected m1 and m2 to have the same dtype|expected scalar type (?:B?Float(?:16)?|Half|Double) but found (?:B?Float(?:16)?|Half|Double)"),
+          "the input and the module have different types: cast the input in the dataset or collate_fn (NumPy makes float64: `.float()`), or the module (`.to(dtype)`), "
+          "or run both under autocast; if the two differ in `cuda`, move the batch to the module's device"),
     Known(bounded(r"size of tensor|[Ss]izes of tensors must match|stack expects each tensor to be equal size|must match the existing size|is invalid for input of size"), "the shapes do not fit: if one rank alone raised it, look at its batch (a longer sample, a smaller last batch): truncate or pad (max_length=), check collate_fn, drop_last=True", _last_batch),
     Known(bounded(r"[Nn]o available memory for the cache blocks|KV cache .{0,80}(?:larger than|needed)"), "nothing is left for the KV cache after the weights: a higher gpu_memory_utilization, a smaller max_model_len or max_num_seqs, more GPUs (tensor parallel), or quantized weights"),
     Known(bounded(r"ibv_(?:reg_mr|create)\w* failed.{0,40}annot allocate memory"), "the limit of locked memory is too low on that host: `ulimit -l` in the job, then limits.conf, LimitMEMLOCK of slurmd or the container (--ulimit memlock=-1)"),

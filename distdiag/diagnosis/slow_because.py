@@ -25,7 +25,7 @@ from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms, share_of_all
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, site_text, wheres
-from distdiag.diagnosis.training_data import training_loaders
+from distdiag.diagnosis.training_data import elements
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import counted, percent, size_text
 
@@ -193,11 +193,10 @@ def _more_data(one: Slow) -> Why | None:
     """Return how much more data the rank gets: forwards in a step, or elements in a batch; None if it gets no more."""
     found, s, *_ = one
     forwards = {q: sum(m.forwards for m in r.models) / r.step for q, r in s.ranks.items() if r.step}
-    elements = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
     for of, more, advice, causes in (
         (forwards, "it has made {own:.1f} forwards per step so far, the others {usual:.1f}", text.MORE,
          ("forward", "backward", "data", "host")),
-        (elements, "its batches are {times:.1f} times as large: {own:,.0f} elements on average, {usual:,.0f} on the others", text.LARGER,
+        (elements(s), "its batches are {times:.1f} times as large: {own:,.0f} elements on average, {usual:,.0f} on the others", text.LARGER,
          ("forward", "backward", "data")),
     ):  # fmt: skip
         own = of.pop(found.culprits[0], 0.0)

@@ -68,6 +68,8 @@ class Limits:
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
     alone: float = 10.0
     """Ratio of its time for data to the others', from which on they read none: it reads for all."""
+    larger: float = 2.0
+    """How many times as large as any other rank's a rank's batches must be, in nine of ten steps, so that no lack of CPUs need explain its passes."""
     crowded: float = 1.5
     """Processes that want to run per core that a rank is confined to, at least, and as a multiple of the other ranks'."""
     enough: int = 24
@@ -268,11 +270,28 @@ class Case:
         return max(0.0, own - usual) * self.slow.step_ms
 
     @cached_property
+    def sized(self) -> bool:
+        """True if the passes of slow ranks take longer, whose batches are much larger than any other rank's in nearly all steps."""
+        both = ([[x.elements for x in self.window.steps[q]] for q in ranks] for ranks in (self.slow.ranks, self.rest))
+        own, theirs = (list(zip(*of, strict=True)) for of in both)
+        larger = sum(min(x) >= limits.larger * max(y) and min(y) > 0 for x, y in zip(own, theirs, strict=True))
+        return self.phase in ("forward", "backward") and larger >= 0.9 * len(own)
+
+    @property
+    def loaded(self) -> bool:
+        """True if the host's load, and nothing of the job, may be why a rank takes longer."""
+        return self.busy and not self.crowded and not self.sized
+
+    @cached_property
     def seen(self) -> float:
         """Share of the slowest rank's excess that is CPU time beyond the others', or sleep outside of collectives; 1 if not known."""
         r, rest = self.snapshot.ranks[self.most.rank], [self.snapshot.ranks[q] for q in self.rest]
-        known = self.busy and not self.crowded and not self.window.inferred
-        if not known or r.queued_share is None or any(x.cpu_pct is None for x in (r, *rest)):
+        if (
+            not self.loaded
+            or self.window.inferred
+            or r.queued_share is None
+            or any(x.cpu_pct is None for x in (r, *rest))
+        ):
             return 1.0
         computed, usual = ((x or 0.0) / 100 for x in (r.cpu_pct, statistics.median_low(x.cpu_pct or 0.0 for x in rest)))
         # the clocks are read at other times than the steps: the others do not sleep, so what they seem to is the error
@@ -335,8 +354,9 @@ class Case:
 
     def needed(self, ratio: float) -> float:
         """Return the share of the step that must be lost, by the ratio to the others' work."""
-        shares = limits.shares[:-1] if self.busy and not self.crowded else limits.shares
+        shares = limits.shares[:-1] if self.loaded else limits.shares
         share = next((share for factor, share in shares if ratio >= factor), math.inf)
+        share = min(share, limits.shares[1][1]) if self.sized else share
         return max(limits.least_ms / self.slow.step_ms, share)
 
     @cached_property
@@ -452,7 +472,7 @@ VETOES = (
     Veto(lambda c: c.least_lost == math.inf,
          "its {c.phase} takes {c.ratio:.1f} times that of the others, beyond what a slower core or too few CPUs explain"),
     Veto(lambda c: c.lost < c.least_lost, "it costs {c.lost:share} of the step, below {c.least_lost:share}"),
-    Veto(lambda c: c.busy and not c.stage and c.same_code and c.most.queued_ms >= limits.queued * c.most.phase_ms,
+    Veto(lambda c: c.loaded and not c.stage and c.same_code and c.most.queued_ms >= limits.queued * c.most.phase_ms,
          "rank {c.most.rank}: waits {c.most.queued_ms:.0f} ms per step longer for a CPU than the others, on a host whose cores are all in use: it may "
          "only have less of them", undecided=_SLOW),
     Veto(lambda c: c.unseen,

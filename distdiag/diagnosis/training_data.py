@@ -50,6 +50,11 @@ def training_loaders(s: Snapshot) -> dict[int, Loader]:
     return out
 
 
+def elements(s: Snapshot) -> dict[int, float]:
+    """Return the mean number of elements in the batches of each rank's training loader, 0 if not known; empty unless every rank has one."""
+    return {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
+
+
 def short_last_batch(x: Loader) -> tuple[int, int] | None:
     """Return (samples, batch size) if a rank is in the last batch of a pass over a loader, and that is smaller than the others.
 

@@ -106,7 +106,7 @@ class Announcer:
             infos = [f for f in diagnosis.findings if f.severity == Severity.INFO and f.cleared_s is None]
             if diagnosis.state != State.ENDED:  # what could not be seen may be why nothing is found
                 infos += {f.key: f for f in own if f.cause == "device_waits"}.values()
-            nothing = "no error or warning found" if infos else "nothing found"
+            nothing = f"no error or warning found; {len(infos)} info:" if infos else "nothing found"
             lines.append(nothing if diagnosis.state == State.ENDED or stopped else "no rule explains it")
             lines += [line for f in infos[:8] for line in wrapped(_short(f), _WIDTH, "  ")]
         if cleared:

@@ -55,6 +55,9 @@ def test_the_last_smaller_batch_explains_an_error_about_sizes() -> None:
         ("RuntimeError: Parent directory out/tmp-checkpoint-60 does not exist.", MODEL, "another rank renamed or deleted it", ""),
         ("RuntimeError: Missing key in checkpoint state_dict: dataloader.dp_rank_3.", MODEL, "with as many ranks as saved it", ""),
         ("RuntimeError: Error(s) in loading state_dict for Net: Missing key(s) in state_dict: \"fc.weight\"", MODEL, "does not fit this model", ""),
+        ("RuntimeError: Input type (double) and bias type (float) should be the same", MODEL, "`.float()`", ""),
+        ("RuntimeError: mat1 and mat2 must have the same dtype, but got Double and Float", MODEL, "`.float()`", ""),
+        ("RuntimeError: expected scalar type Half but found Float", MODEL, "`.float()`", ""),
         ("RuntimeError: Forward order differs across ranks: rank 0 is all-gathering 4 parameters", MODEL, "same order", ""),
     ],
 )  # fmt: skip
@@ -65,6 +68,7 @@ def test_a_known_message_has_its_remedy(exception: str, model: Model, advice: st
 
 def test_an_unknown_message_and_one_with_other_causes_have_none() -> None:
     assert known(crashed(0, "ValueError: bad label")) is None
+    assert known(crashed(0, "RuntimeError: expected scalar type Long but found Float")) is None  # labels
     assert known(crashed(0, "RuntimeError: modified by an inplace operation")) is None  # one forward for each backward
 
 

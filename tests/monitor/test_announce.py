@@ -183,4 +183,5 @@ def test_what_could_not_be_seen_is_in_the_summary_of_a_job_that_did_not_end_by_i
     printed = capfd.readouterr().err
     assert ("info recorder: not visible; nor in b" in printed) is shown
     assert ("[distdiag] nothing found\n" in printed) is not shown
+    assert ("[distdiag] no error or warning found; 1 info:\n" in printed) is shown
     assert printed.count("not visible") == shown and "clock" not in printed

@@ -262,11 +262,12 @@ def test_what_ddp_ignores_or_has_not_averaged_yet_is_not_outside() -> None:
     assert SampleKind.OUTSIDE_DDP not in sampled((0, 1, nn.Linear(8, 8)), synced=0)
 
 
-def in_a_job(net: nn.Module, lead: Any, *others: Any, call: Any = lambda: None) -> Written:
-    """Return what is sampled of a rank with `net` in DDP, up to step 4; in the second step it calls `call`."""
+def in_a_job(net: nn.Module, lead: Any, *others: Any, call: Any = lambda: None, then: Any = lambda: None) -> Written:
+    """Return what is sampled of a rank with `net` in DDP, up to step 4; in the second step it calls `call`, in the next ones `then`."""
+    ddp = SimpleNamespace(module=net)
     model = SimpleNamespace(
         trained=lambda: list(net.named_parameters()), built_with=frozenset(map(id, net.parameters())),
-        hooked=[], slot=SimpleNamespace(synced_backwards=3), buffer_places=[], ref=lambda: None,
+        hooked=[], slot=SimpleNamespace(synced_backwards=3), buffer_places=[], frozen_places=[], mode_layers=[], ref=lambda: ddp,
     )  # fmt: skip
     written: Any = Written()
     ledger: Any = SimpleNamespace(models={0: model}, averaged_by=None)
@@ -277,8 +278,8 @@ def in_a_job(net: nn.Module, lead: Any, *others: Any, call: Any = lambda: None) 
             checksums.after_optimizer(lead, step)
         else:
             checksums.before_first_step(lead)
-        if step == 1:
-            call()
+        if step:
+            (call if step == 1 else then)()
     return written
 
 
@@ -316,6 +317,36 @@ def test_a_module_outside_ddp_that_a_step_calls_and_no_gradient_trains_is_sample
     job = in_a_job(net, lead, call=lambda: loss(teacher(net(x)), trained(x)))
     assert job.names[SampleKind.UNTRAINED] == "Teacher" and job.at[SampleKind.UNTRAINED, 2] != 0
     assert SampleKind.UNTRAINED not in in_a_job(net, lead, call=lambda: trained(net(x))).of
+
+
+@pytest.mark.parametrize(
+    ("persistent", "name", "changes", "sampled_at"),
+    [
+        (True, "codebook", False, [2, 4]),
+        (True, "codebook", True, [2]),
+        (False, "codebook", False, []),
+        (True, "running_mean", False, []),
+    ],
+)
+def test_constant_buffers_of_a_module_without_parameters_are_sampled(
+    persistent: bool, name: str, changes: bool, sampled_at: list[int]
+) -> None:
+    """A frozen quantizer must be the same on all ranks; sums and statistics, which change, may be each rank's own."""
+
+    class Quantizer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer(name, torch.ones(2, 3), persistent=persistent)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    net, quantizer = nn.Sequential(nn.Linear(8, 8), Quantizer()), Quantizer()
+    lead = torch.optim.SGD(net.parameters(), lr=0.1)
+    then = [lambda: None, lambda: quantizer._buffers[name].add_(1.0)][changes]  # type: ignore[union-attr]
+    written = in_a_job(net, lead, call=lambda: quantizer(net[0](torch.ones(1, 8))), then=then)
+    assert [step for kind, step in written.at if kind is SampleKind.UNTRAINED] == sampled_at
+    assert SampleKind.UNTRAINED not in in_a_job(net, lead, call=lambda: net[1](torch.ones(1, 8))).of, "it is in DDP"
 
 
 @pytest.mark.parametrize(

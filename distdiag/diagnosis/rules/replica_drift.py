@@ -162,7 +162,7 @@ _OWN_PARTS = "the parameters that the ranks' optimizers step differ, as shards o
 _NAMED = {
     "outside_ddp": "parameters outside DDP",
     "outside_fsdp": "parameters that FSDP does not shard",
-    "untrained": "parameters of modules outside DDP",
+    "untrained": "parameters or buffers of modules outside DDP",
     "frozen": "parameters that no gradient trains",
 }
 

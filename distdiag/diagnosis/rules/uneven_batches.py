@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
+from distdiag.diagnosis.call_cost import LARGER
 from distdiag.diagnosis.comparison import minority, vetoed
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
@@ -23,7 +24,7 @@ from distdiag.diagnosis.model.guards import may_end_early
 from distdiag.diagnosis.model.snapshot import DEAD, Loader, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, where, wheres
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import NOT_ONE_MODEL, even_advice, only_shadows, uneven_ranks
+from distdiag.diagnosis.training_data import NOT_ONE_MODEL, elements, even_advice, only_shadows, uneven_ranks
 from distdiag.terms.ranks import by_value
 
 kind = kinds.UNEVEN_BATCHES
@@ -156,7 +157,8 @@ def _size(s: Snapshot) -> Finding | Abstained:
             return Abstained(f"rank {r.rank} only shadows the collectives of the others")
         usual[r.rank] = size
     if len(set(usual.values())) < 2:
-        return Abstained("all ranks have the same batch size in most of their newest steps", checked=True)
+        why = "all ranks' batches have the same first dimension (samples) in most of their newest steps"
+        return Abstained(why + _larger(s), checked=True)
     if (entered := _equal_inputs(s)) is not None:
         why = f"the loaders' batches differ, but {entered:,} samples enter the module on every rank"
         return Abstained(why, checked=True)
@@ -171,6 +173,13 @@ def _size(s: Snapshot) -> Finding | Abstained:
         each="; ".join(f"{rank_list([q for q, n in usual.items() if n == k])}: {k} samples" for k, _ in most),
         factor=max(usual.values()) / min(usual.values()),
     )  # fmt: skip
+
+
+def _larger(s: Snapshot) -> str:
+    """Return which rank's batches have more elements than the others', as those of longer samples; empty if none has."""
+    largest, n = max(elements(s).items(), key=lambda x: x[1], default=(0, 0.0))
+    usual = statistics.median([x for q, x in elements(s).items() if q != largest] or [0.0])
+    return f"; those of rank {largest} have {n / usual:.1f} times as many elements" if 0 < LARGER * usual <= n else ""
 
 
 def _equal_inputs(s: Snapshot) -> int | None:

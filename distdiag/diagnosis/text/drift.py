@@ -163,10 +163,10 @@ WAYS = {
         cost=UNFROZEN.cost, cause="update", place="optimizer",
     ),
     "untrained": Words(
-        "parameters of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not "
+        "parameters or buffers of {name} differ between the ranks: the training step calls this module, no gradient trains it, and it is not "
         "in DDP",
-        "make them equal: copy this module from the model after DDP has wrapped it (its constructor makes the replicas equal), or "
-        "broadcast its parameters once; if each rank is to have its own, ignore this",
+        "make them equal: build this module with the same seed on all ranks, copy it from the model after DDP has wrapped that (its constructor "
+        "makes the replicas equal), or broadcast its parameters and buffers once; if each rank is to have its own, ignore this",
         cost="each rank computes its loss with another module", cause="different_init", place="",
     ),
     "frozen": Words(

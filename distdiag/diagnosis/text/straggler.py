@@ -19,7 +19,7 @@ from distdiag.diagnosis.step_times import PHASES, Window, part_ms
 from distdiag.diagnosis.text.conditions import guard_text
 from distdiag.diagnosis.text.phrases import ordinal, where, where_stack
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import training_loaders
+from distdiag.diagnosis.training_data import elements
 from distdiag.terms.units import percent
 
 THREAD = (
@@ -230,7 +230,7 @@ def found(
 
 def _same_sizes(s: Snapshot, ranks: Collection[int]) -> bool:
     """True if the batches of these ranks have as many elements as the others', on average."""
-    sizes = {q: x.mean_elements or 0.0 for q, x in training_loaders(s).items()}
+    sizes = elements(s)
     rest = [n for q, n in sizes.items() if q not in ranks]
     return bool(rest) and 0 < max(sizes[q] for q in ranks) <= 1.05 * statistics.median(rest)
 
@@ -253,12 +253,21 @@ def slow(case: Any) -> Finding:
     first = window.steps[x.rank][slow.indices[0]]
     # what makes both passes longer is one finding, of one line, whichever of them is longest now
     both = 2 * x.also_ms >= x.phase_ms > 0.0
+    longer_ms = x.phase_ms + queued_ms + both * x.also_ms
+    # more CPU time for all, not other code, would save most of it
+    gain = (
+        ""
+        if 2 * queued_ms > longer_ms
+        else _NOT_KNOWN
+        if case.doing == "queue"
+        else _gain_text(window, slow, case.loader_gain)
+    )
     phase, what = ("forward", {"what": "forward with backward"}) if both else (x.phase, {})
     return found(
         SLOW, s, window, [x.rank, *(q for q in slow.ranks if q != x.rank)], phase, case.source, **facts, **what, queued=queued,
-        longer_ms=x.phase_ms + queued_ms + both * x.also_ms, doing=case.doing, severity=Severity.INFO if case.doing == "queue" else None,
+        longer_ms=longer_ms, gain=gain, doing=case.doing, severity=Severity.INFO if case.doing == "queue" else None,
         cause="host" if phase == "other" else phase, up_to="" if alone else "up to ",
-        slower="slowest" if alone else "slower than all of them", gain=_NOT_KNOWN if case.doing == "queue" else _gain_text(window, slow, case.loader_gain),
+        slower="slowest" if alone else "slower than all of them",
         first_seen_s=first.end_s - first.step_ms / 1e3,
     )  # fmt: skip
 

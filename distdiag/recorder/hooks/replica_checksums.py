@@ -74,8 +74,8 @@ class ReplicaChecksums:
         self._layers: dict[str, list[weakref.ref[Any]]] = {}
         self._left: list[float] = []  # newest checksums of parameters that no optimizer has
         self._calls: EnteredModules | None = None  # during the second step
-        # modules outside DDP that the second step called, without a trained parameter
-        self._untrained: list[weakref.ref[Any]] = []
+        # modules outside DDP that the second step called, without a trained parameter; with the marks of the buffers of one without parameters
+        self._untrained: list[tuple[weakref.ref[Any], list[tuple[int, int]]]] = []
         self._outer: list[weakref.ref[Any]] = []  # without DDP: the modules that it called, without those within others
         # modules that it called within DDP's forward and that are not of DDP's module, with parameters that no optimizer has
         self._loose: list[weakref.ref[Any]] = []
@@ -231,10 +231,12 @@ class ReplicaChecksums:
             ]
         if outside:
             self._checksum(SampleKind.OUTSIDE_DDP, outside, step, name=_shapes(outside))
-        found = [module for ref in self._untrained if (module := ref()) is not None]
-        if found:
+        # buffers that have changed since may be each rank's own: sums, metrics
+        of = [(module, mark) for ref, mark in self._untrained if (module := ref()) is not None]
+        if found := [module for module, mark in of if not mark or mark == _marks(_constants(module))]:
             names = ", ".join(dict.fromkeys(type(module).__name__ for module in found))
-            self._checksum(SampleKind.UNTRAINED, [p for module in found for p in parameters(module)], step, name=names)
+            tensors = [t for module in found for t in [*parameters(module)] or _constants(module)]
+            self._checksum(SampleKind.UNTRAINED, tensors, step, name=names)
 
     def _outside_fsdp(self, outside: list[Any], step: int) -> None:
         """Record a checksum of the parameters that FSDP does not shard; one without a gradient is not trained."""
@@ -338,22 +340,25 @@ class ReplicaChecksums:
 
     def _without_optimizer(
         self, calls: EnteredModules, lead: Any
-    ) -> tuple[list[weakref.ref[Any]], list[weakref.ref[Any]]]:
+    ) -> tuple[list[tuple[weakref.ref[Any], list[tuple[int, int]]]], list[weakref.ref[Any]]]:
         """Return the modules outside DDP that `calls` has seen and whose parameters no optimizer has; none that is part of another.
 
-        First those that no gradient trains, then those that DDP's forward calls and a gradient could train.
+        First those that no gradient trains, also without parameters, then those that DDP's forward calls and a gradient could train.
         """
         models = self.ledger.models.values()
         known = {id(p) for optimizer in (lead, *self.others.values()) for p in _params(optimizer)}.union(
             *(m.built_with for m in models)
         )
+        inside = {id(x) for m in models if (ddp := m.ref()) is not None for _, x in named_modules(ddp.module)}
         untrained, loose = [], []
         for i, ref in calls.modules.items():
             params = [*parameters(module)] if (module := ref()) is not None else []
+            constants = [] if params or module is None or i in inside else _constants(module)
+            params = params or constants
             if not params or any(id(p) in known for p in params):
                 continue
             if not any(p.requires_grad for p in params):
-                untrained.append(ref)
+                untrained.append((ref, _marks(constants)))
             elif i in calls.in_ddp:
                 loose.append(ref)
             else:
@@ -429,7 +434,7 @@ class ReplicaChecksums:
             return []
         if m.buffer_places is None:
             m.buffer_places = [
-                (x, name, "" if _statistics(x, name) or name in x._non_persistent_buffers_set else full)
+                (x, name, full if _saved(x, name) else "")
                 for x, name, full in _places(ddp, "_buffers")
             ]  # fmt: skip
         found = [(x._buffers.get(name), kept) for x, name, kept in m.buffer_places]
@@ -584,6 +589,22 @@ def _statistics(module: Any, name: str) -> bool:
     """True for buffers that batches of any rank estimate well enough: those of batch norm, of observers of quantisation, and what is named so."""
     observes = any(word in x.__name__.lower() for x in type(module).__mro__ for word in OBSERVERS)
     return observes or isinstance(module, _NormBase) or name.startswith(("running_", "min_val", "max_val"))
+
+
+def _saved(module: Any, name: str) -> bool:
+    """True for a buffer that is saved with the model and is no running statistic."""
+    return not _statistics(module, name) and name not in module._non_persistent_buffers_set
+
+
+def _constants(root: Any) -> list[Any]:
+    """Return such buffers of a module, with floating-point numbers."""
+    named = ((x, *of) for _, x in named_modules(root) for of in x._buffers.items())
+    return [b for x, name, b in named if b is not None and b.is_floating_point() and _saved(x, name)]
+
+
+def _marks(buffers: list[Any]) -> list[tuple[int, int]]:
+    """Return what changes once a buffer is written or replaced."""
+    return [(id(b), 0 if b.is_inference() else b._version) for b in buffers]
 
 
 def _one_of(names: list[str]) -> str:

@@ -825,6 +825,26 @@ def test_a_rank_on_a_shared_core_is_no_straggler() -> None:
     assert only(stragglers(job(*ranks, host_cpu_pct=40.0))).culprits == (1,)  # no other load: a slow node
 
 
+@pytest.mark.parametrize(("own", "found"), [((950,), True), ((950, 270), False), ((300,), False), ((0,), False)])
+def test_batches_that_are_always_much_larger_need_no_lack_of_cpus_to_be_slow(own: tuple[int, ...], found: bool) -> None:
+    """All phases take longer, as on a slower core, and it waits for a CPU for much of that: the host's cores are all in use."""
+
+    def sized(q: int, factor: float, wait_ms: float, elements: tuple[int, ...], **clocks: float) -> RankState:
+        names = ("forward_ms", "backward_ms", "optimizer_ms", "other_ms", "step_ms")
+        mine = tuple(
+            msgspec.structs.replace(
+                x, **{n: factor * getattr(x, n) for n in names}, elements=elements[k % len(elements)],
+                ready_s=(x.ready_s or 0.0) + 0.07 * (factor - 1),
+            )
+            for k, x in enumerate(steps(wait_ms=wait_ms, seed=q))
+        )  # fmt: skip
+        return rank(q, steps=mine, **clocks)
+
+    ranks = [sized(q, 1.0, 66.0, (270,), queued_share=0.4, cpu_pct=18.0) for q in range(2)]
+    ranks.append(sized(2, 2.0, 0.0, own, queued_share=0.7, cpu_pct=19.0))
+    assert [f.culprits for f in stragglers(job(*ranks, host_cpu_pct=100.0))] == [(2,)] * found
+
+
 def test_time_without_a_cpu_is_not_the_ranks_own_work() -> None:
     """On a host whose cores are shared with other work; on one with spare cores the rank is slow for its own reasons."""
 
@@ -916,6 +936,29 @@ def test_a_rank_that_waits_between_its_steps_is_not_said_to_work(
     assert (f.culprits, f.severity) == ((1,), severity) and advice in f.advice
     assert ("waiting for a" in f.message) is ("lock" in line or "queue" in line)
     assert ("if rank 1 were as fast" in f.cost) is (severity == "warning")
+
+
+@pytest.mark.parametrize(("more", "kept"), [(0, True), (1, False)])
+def test_clocks_that_are_read_after_the_last_step_change_no_finding(more: int, kept: bool) -> None:
+    """A rank that slept in its steps computes, or waits for a CPU, while the job ends."""
+
+    def found(cpu_pct: float, step: int, *reported: Finding) -> Finding:
+        late = rank(1, step=step, steps=steps(200.0, "other", seed=1), cpu_pct=cpu_pct, queued_share=0.05)
+        s = job(rank(0, steps=steps(wait_ms=200.0)), late, host_cpu_pct=40.0)
+        return only(findings(s, straggler, reported=reported))
+
+    live = found(10.0, 100)
+    assert "computes little" in (live.advice or "")
+    assert ("computes little" in (found(80.0, 100 + more, live).advice or "")) is kept
+
+
+@pytest.mark.parametrize(("queued", "promised"), [(0.2, True), (0.5, False)])
+def test_no_gain_is_promised_where_a_rank_mostly_lacks_a_cpu(queued: float, promised: bool) -> None:
+    """Other code would save only what it computes."""
+    first = rank(0, steps=steps(wait_ms=200.0), queued_share=0.0, cpu_pct=20.0)
+    late = rank(1, steps=steps(200.0, "other", seed=1), queued_share=queued, cpu_pct=60.0)
+    f = only(stragglers(job(first, late, host_cpu_pct=100.0)))
+    assert ("a step would take" in f.cost) is promised and "rank 0 loses" in f.cost
 
 
 def test_a_line_before_the_first_step_is_not_where_a_rank_is_slow() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.facts import Facts
+from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import Call, Life, Snapshot, Step
 from distdiag.diagnosis.rules import deadlock, straggler, uneven_batches
 from tests.diagnosis.made import LOOP, MODEL, findings, job, loader, of_kind, only, rank, steps
@@ -120,6 +121,18 @@ def test_equal_varying_or_unknown_batch_sizes_are_no_finding() -> None:
     assert of_sizes(of_size(8), of_size(0)) == []  # not measured
     apart = msgspec.structs.replace(MODEL, synced_backwards=0)
     assert of_sizes(of_size(8), of_size(4), models=(apart,)) == []  # nothing is averaged
+
+
+@pytest.mark.parametrize(
+    ("elements", "more"), [(950.0, "; those of rank 1 have 3.5 times as many elements"), (270.0, "")]
+)
+def test_longer_samples_are_named_where_only_the_first_dimension_is_the_same(elements: float, more: str) -> None:
+    sizes = (270.0, elements, 270.0)
+    ranks = [rank(q, steps=of_size(8), loaders=(loader(mean_elements=n),)) for q, n in enumerate(sizes)]
+    said = [
+        x.reason for x in uneven_batches.evaluate(Facts(job(*ranks))) if isinstance(x, Abstained) and x.cause == "size"
+    ]
+    assert said == [f"all ranks' batches have the same first dimension (samples) in most of their newest steps{more}"]
 
 
 def test_a_loss_that_is_a_sum_over_samples_weighs_unequal_batches_itself() -> None:
