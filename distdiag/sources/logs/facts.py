@@ -91,7 +91,8 @@ class Loss:
     line: int = 0
     times: int = 0
     finite: bool = False
-    zero: bool = False  # it is shown as 0, with a gradient whose norm is NaN
+    shown: str = ""  # what is NaN there
+    step: str = ""  # of that line
 
 
 @dataclass(frozen=True, slots=True)
