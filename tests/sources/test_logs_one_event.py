@@ -416,6 +416,19 @@ def test_amds_driver_names_the_gpu_that_it_reset(tmp_path: Path) -> None:
     assert "0000:1c:00.0: uncorrectable hardware error" in f.message
 
 
+def test_what_the_ranks_wrote_before_different_calls(tmp_path: Path) -> None:
+    line = "[NeMo I 2026-07-08 19:01:4{r} nemo_logging:393] rank {r}: checkpoint /r/e.ckpt {what}\n"
+    text = "".join(line.format(r=r, what="already exists, skip" if r else "does not exist, saving") for r in range(3))
+    text += "".join(timeout(r, op="ALLREDUCE" if r else "_ALLGATHER_BASE") for r in range(3))
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (0,) and "before that is `rank 0: checkpoint /r/e.ckpt does not exist, saving`" in f.message
+    assert "that of ranks 1, 2 `rank 1: checkpoint /r/e.ckpt already exists, skip`" in f.message
+    assert "FSDP" not in f.advice
+    sharded = text + "[rank0]:[E1 ProcessGroupNCCL.cpp:1785] [PG ID 1 PG GUID 1(mesh_fsdp) Rank 0] x\n"
+    sharded = sharded.replace("ALLREDUCE", "_REDUCE_SCATTER_BASE")
+    assert "FSDP" in only(diagnose(tmp_path, sharded)).advice
+
+
 def test_amds_driver_and_the_process_report_one_hang_of_one_gpu(tmp_path: Path) -> None:
     driver = "[Sat May  9 02:19:49 2026] amdgpu 0000:46:00.0: amdgpu: "
     text = "[rank2]: HW Exception by GPU node-4 (Agent handle: 0x55d3) reason :GPU Hang\n"

@@ -197,13 +197,17 @@ def failures_first(dumps: Report, logs: Report) -> Report:
     failed = {r for f in own for r in f.culprits}
     silent = [f for f in dumps.findings if f.kind == "rank_lost" and f.cause == "silent"]
     rest = tuple(f for f in dumps.findings if f not in silent or not failed.issuperset(f.culprits))
+    ended = [f for f in own if f.kind == "rank_lost"] or (not dumps.findings and logs.state == State.ENDED)
     state = dumps.state if not own or dumps.state not in (State.RUNNING, State.WAITING) else State.DEGRADED
+    state = logs.state if ended and state in (State.RUNNING, State.DEGRADED) else state
+    unneeded = ("not read", *(["every recorded operation has completed"] if ended else []))
+    left_none = [f"{rank_list(f.culprits)} left no dump" for f in silent if f not in rest]
     return replace(
         dumps,
         state=state,
         world_size=dumps.world_size or logs.world_size,
         findings=(*own, *rest),
-        notes=tuple(n for n in (*dumps.notes, *(logs.notes if own else ())) if not n.startswith("not read")),
+        notes=(*left_none, *(n for n in (*dumps.notes, *(logs.notes if own else ())) if not n.startswith(unneeded))),
         state_text=logs.state_text if own else dumps.state_text,
     )
 

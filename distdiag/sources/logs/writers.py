@@ -20,7 +20,7 @@ _RANK = bounded(
 )
 # at the begin of a message, after its time and level
 _RANK_FIRST = bounded(
-    r"^(?:[\d:.,/T -]{8,32}Z? )?(?:\[?[A-Z]{4,8}\]?:? )?[\[(<]?[Rr]ank[ _-]?(\d{1,6})(?:[\])>]| ?\||:)(?= )"
+    r"^(?:[\d:.,/T -]{8,32}Z? )?(?:\[?[A-Z]{4,8}\]?:? |\[NeMo [A-Z] [^\]]{8,99}\] )?[\[(<]?[Rr]ank[ _-]?(\d{1,6})(?:[\])>]| ?\||:)(?= )"
 )
 _GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
