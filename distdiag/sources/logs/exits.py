@@ -110,6 +110,9 @@ def of_exits(
             r.ranks.add(end.rank)
             r.times.setdefault(end.rank, end.fields.get("time", ""))
             r.hosts |= {end.fields["host"]} if end.fields.get("host") else set()
+    for r in (r for r in reasons.values() if r.advice == MEANINGS["host_oom"].advice):
+        rises, advice = slow.growth(found)
+        r.after, r.advice = r.after + rises, r.advice + advice
     told = {id(f) for r in own for f in r.facts}
     if any(id(f) not in told for f in memory) and not with_a_reason(reasons.values()) and not explained:
         reasons["", ""] = _of_memory(found, memory)
