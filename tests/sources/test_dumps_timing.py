@@ -14,6 +14,7 @@ from distdiag.sources.dumps.verdict import diagnose_dumps
 from tests.diagnosis.recordings import Job, write
 from tests.sources.test_dumps import only, quiet, summary, trained
 from tests.sources.test_dumps_order import SECOND_NS, begin, diagnose
+from tests.sources.test_logs import raised
 
 HOUR_S = 3600.0  # files are copied this much later
 
@@ -73,6 +74,31 @@ def test_a_timeout_in_the_log_is_no_running_job(arrived: tuple[int, ...], tmp_pa
     (tmp_path / "job.log").write_text("".join(TIMED_OUT.format(r) for r in (0, 1, 3)))
     shown = CliRunner().invoke(command, [str(tmp_path)]).output
     assert "1 error; look at rank 2 first" in shown and "running job" not in shown and "not read" not in shown
+
+
+def test_the_dumps_of_a_job_that_a_log_shows_to_be_over(tmp_path: Path) -> None:
+    job = trained(Job(4))
+    write(tmp_path, job)
+    log = tmp_path / "job.log"
+    log.write_text("[rank0]: epoch 4 loss 1.0\njob exit 0\n")
+    shown = CliRunner().invoke(command, [str(tmp_path)]).output
+    assert shown.startswith("ended: nothing found") and "if the job hangs" not in shown
+    job.collective(ranks=(0, 1, 3))
+    write(tmp_path, job)
+    (tmp_path / "_dump_2").unlink()
+    log.write_text(raised(2, "KeyError: 'x'") + "".join(TIMED_OUT.format(r) for r in (0, 1, 3)))
+    shown = CliRunner().invoke(command, [str(tmp_path)]).output
+    assert shown.startswith("failed: 1 error") and "rank 2 left no dump" in shown
+
+
+def test_later_collectives_of_a_member_show_that_a_job_moves(tmp_path: Path) -> None:
+    for done, moves in (((2, 3), False), ((3,), True)):
+        job = trained(Job(4))
+        job.collective(done=(2, 3))
+        job.collective(ranks=(2, 3) if moves else (0, 1, 2, 3), done=done if moves else ())
+        report = diagnose(tmp_path / f"{moves}", job, after_s=0.001)
+        assert any("the job moved on: rank 3 has completed later" in note for note in report.notes) is moves
+        assert bool(report.findings) is not moves
 
 
 def test_progress_in_another_group_does_not_excuse_a_wait_of_minutes(tmp_path: Path) -> None:

@@ -248,6 +248,9 @@ def test_hardware(tmp_path: Path, text: str, cause: str, culprits: tuple[int, ..
 # -- what torch reports about several ranks ---------------------------------------------------------------------------
 
 
+BACKWARD = "/usr/lib/python3.12/site-packages/torch/autograd/graph.py"
+
+
 def fingerprint(op: str, shape: str, seq: int = 5) -> str:
     return f"CollectiveFingerPrint(SequenceNumber={seq}, OpType={op}, TensorShape=[{shape}], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default), device=cuda))"
 
@@ -257,6 +260,10 @@ def test_fingerprints_that_differ(tmp_path: Path, other: tuple[str, str], cause:
     what = f"Rank 1 is running collective: {fingerprint('ALLREDUCE', '4')}, but Rank 2 is running collective: {fingerprint(*other)}."
     f = only(diagnose(tmp_path, raised(1, f"RuntimeError: Detected mismatch between collectives on ranks. {what}")))
     assert about(f) == ("mismatch", cause, (), (1, 2)) and f.certainty == "proved"
+    assert "find_unused_parameters" not in f.advice
+    in_backward = raised(1, f"RuntimeError: Detected mismatch between collectives on ranks. {what}", file=BACKWARD)
+    f = only(diagnose(tmp_path, in_backward))
+    assert ("same modules on all ranks" in f.advice and "find_unused_parameters" in f.advice) is (cause == "shape")
 
 
 def test_parameters_without_gradient(tmp_path: Path) -> None:

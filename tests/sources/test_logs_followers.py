@@ -155,7 +155,7 @@ def test_the_last_line_of_a_rank_before_it_made_another_call(tmp_path: Path) -> 
     late = "".join(timeout(q) for q in (0, 1)) + other + timeout(3)
     f = only(diagnose(tmp_path, lines + late))
     assert f.culprits == (2,) and f.message.endswith(
-        "the last line of rank 2 before that is `writes the sharded weights`"
+        "the last line of rank 2 before that is `writes the sharded weights`, that of ranks 0, 1, 3 `iteration 40`"
     )
     assert "last line" not in only(diagnose(tmp_path, lines.replace("[rank2]: ", "") + late)).message
 

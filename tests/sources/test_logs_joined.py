@@ -144,7 +144,11 @@ def test_attempts_to_connect_say_why_a_node_did_not_join(tmp_path: Path) -> None
     finding = only(diagnose(tmp_path, run + refused + end.format("10.0.3.17") + late))
     assert "vm-b could not reach" in finding.message and "vm-a's is 10.0.3.71" in finding.message
     unknown = "[vm-b] [W303 10:10:11.7 socket.cpp:759] [c10d] The IPv6 network addresses of (m-0, 29500) cannot be retrieved (gai error: -2 - Name or service not known).\n"
-    assert "does not resolve" in only(diagnose(tmp_path, unknown + end.format("m-0") + late)).message
+    finding = only(diagnose(tmp_path, unknown + end.format("m-0") + late))
+    assert "does not resolve" in finding.message and "correct that name" in finding.advice
+    for_now = unknown.replace("-2 - Name or service not known", "-3 - Temporary failure in name resolution")
+    advice = only(diagnose(tmp_path, for_now + end.format("m-0") + late)).advice
+    assert advice.startswith("start with the DNS of the host or pod that wrote ") and ".log" in advice
 
 
 def test_ranks_with_another_version_of_nccl(tmp_path: Path) -> None:

@@ -112,6 +112,18 @@ def test_whose_memory_ran_out_and_how_it_grew(tmp_path: Path) -> None:
     assert "its memory limit" in f.message and "rises" not in f.message
 
 
+def test_the_one_rank_whose_memory_grew_until_it_was_killed(tmp_path: Path) -> None:
+    step = "{r}: [2025-10-30 11:02:3{n}][INFO] step {n} loss 2.1 rss {gb} GB\n"
+    end = "slurmstepd: error: Detected 1 oom_kill event in StepId=9.0. Some of the step tasks have been OOM Killed.\n"
+    end += "srun: error: n2: task 2: Out Of Memory\n"
+    for most, grown in ((30, True), (0, False)):
+        rows = ((n, r, 14 + 0.1 * n + most * n * (r == 2)) for n in range(7) for r in range(3))
+        text = "".join(step.format(n=n, r=r, gb=round(gb, 1)) for n, r, gb in rows)
+        f = only(diagnose(tmp_path, text + end))
+        assert f.culprits == (2,) and ("memory of rank 2, and of no other rank so much, rises" in f.message) is grown
+        assert ("what rank 2 alone keeps" in f.advice) is grown is ("rises" in f.message)
+
+
 def test_the_number_of_a_worker_that_verl_names_by_its_node(tmp_path: Path) -> None:
     text = "['trainer.n_gpus_per_node={}']\nMemory on the node (IP: 10.5.0.6, ID: 3) where the task (actor ID: c, name=q1WorkerDict_1:2:WorkerDict.__init__, pid=58, memory used=57GB) was running was 478GB / 503GB, which exceeds the memory usage threshold of 0.95.\n"
     f = only(diagnose(tmp_path, text.format(4)))

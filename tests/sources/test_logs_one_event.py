@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -291,7 +292,13 @@ def test_a_loss_that_stays_nan_is_the_reason_if_there_is_no_other(
     text = "".join(
         f"[rank{r}]: step {i} loss: {x}\n" for i, row in enumerate(rows) for r, x in zip(losses, row, strict=True)
     )
+    records = re.sub(
+        r"\[rank(\d)\]: step (\d) loss: (\S+)", r'{"rank": \1, "step": \2, "local_loss": \3, "lr": 0.1}', text
+    )
+    as_records = diagnose(tmp_path, records.replace("nan", "NaN").replace("inf", "Infinity"))
     report = diagnose(tmp_path, text + "val_loss: nan\n{'train_runtime': 9.1}\n")
+    assert [f.culprits for f in as_records.findings] == [f.culprits for f in report.findings]
+    assert all(f.message.startswith("local_loss is NaN") and "(step " in f.message for f in as_records.findings)
     assert [(f.kind, f.culprits) for f in report.findings] == (
         [] if culprits == () else [("nonfinite", culprits or ())]
     )
@@ -407,6 +414,30 @@ def test_amds_driver_names_the_gpu_that_it_reset(tmp_path: Path) -> None:
     fault = "[ 13.9] amdgpu 0000:1c:00.0: {1}uncorrectable hardware error(ERREVENT_ATHUB_INTERRUPT) detected!\n"
     f = only(diagnose(tmp_path, fault + "HW Exception by GPU node-3 (Agent handle: 0x55b2) reason :GPU Hang\n"))
     assert "0000:1c:00.0: uncorrectable hardware error" in f.message
+
+
+def test_what_the_ranks_wrote_before_different_calls(tmp_path: Path) -> None:
+    line = "[NeMo I 2026-07-08 19:01:4{r} nemo_logging:393] rank {r}: checkpoint /r/e.ckpt {what}\n"
+    text = "".join(line.format(r=r, what="already exists, skip" if r else "does not exist, saving") for r in range(3))
+    text += "".join(timeout(r, op="ALLREDUCE" if r else "_ALLGATHER_BASE") for r in range(3))
+    f = only(diagnose(tmp_path, text))
+    assert f.culprits == (0,) and "before that is `rank 0: checkpoint /r/e.ckpt does not exist, saving`" in f.message
+    assert "that of ranks 1, 2 `rank 1: checkpoint /r/e.ckpt already exists, skip`" in f.message
+    assert "FSDP" not in f.advice
+    sharded = text + "[rank0]:[E1 ProcessGroupNCCL.cpp:1785] [PG ID 1 PG GUID 1(mesh_fsdp) Rank 0] x\n"
+    sharded = sharded.replace("ALLREDUCE", "_REDUCE_SCATTER_BASE")
+    assert "FSDP" in only(diagnose(tmp_path, sharded)).advice
+
+
+def test_amds_driver_and_the_process_report_one_hang_of_one_gpu(tmp_path: Path) -> None:
+    driver = "[Sat May  9 02:19:49 2026] amdgpu 0000:46:00.0: amdgpu: "
+    text = "[rank2]: HW Exception by GPU node-4 (Agent handle: 0x55d3) reason :GPU Hang\n"
+    text += f"{driver}ring sdma0.0 timeout, signaled seq=55418, emitted seq=55421\n{driver}GPU reset begin!\n"
+    f = only(diagnose(tmp_path, text))
+    assert about(f)[:3] == ("gpu", "lost", (2,)) and "times" not in f.message and "HW Exception" in f.message
+    by_launcher = text.replace("[rank2]: ", "") + table(2, -6, "Signal 6 (SIGABRT) received by PID 902")
+    assert about(only(diagnose(tmp_path, by_launcher)))[:3] == ("gpu", "lost", (2,))
+    assert "times" not in only(diagnose(tmp_path, text.partition("\n")[2])).message
 
 
 def test_the_child_that_a_shell_reports_is_that_of_its_files_task(tmp_path: Path) -> None:

@@ -673,6 +673,13 @@ def test_a_wait_for_a_queue_names_the_thread_that_fills_it(tmp_path: Path) -> No
         assert f.names[0] == "process 72" and "it waits on a queue at buffered.py:58 in __next__" in f.message
         assert ("and its thread filler is at buffered.py:18 in exact" in f.message) is named
         assert ("timeout" if named else "fill or drain that queue") in f.advice and "lock" not in f.advice
+    loader = (
+        "    _try_get_data (torch/utils/data/dataloader.py:1133)\n    __next__ (torch/utils/data/dataloader.py:631)\n"
+    )
+    of_loader = threads.replace("    exact (buffered.py:18)\n", get.partition("    __next__")[0] + loader)
+    report = diagnose_stacks([str(write(tmp_path, all=text + of_loader))])
+    assert report is not None and "waits for its data loader" in report.findings[0].message
+    assert "--subprocesses" in report.findings[0].advice and "into the queue" not in report.findings[0].advice
 
 
 def test_the_call_that_leads_one_rank_into_its_operation_is_named() -> None:

@@ -22,6 +22,7 @@ from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.running import APART_S, MOVING_S
 from distdiag.sources.dumps.times import DUMPED_WITHIN_S, written_at_timeout
 from distdiag.sources.dumps.working import Working
+from distdiag.terms.operations import synchronizes
 from distdiag.terms.units import duration
 
 
@@ -325,6 +326,26 @@ class Findings:
             wait=filled("; {others} {others:waits|wait} for {ranks:it|them}" * bool(others), others=others, ranks=ranks),
         )  # fmt: skip
 
+    def moved(self) -> str:
+        """Return who has completed what comes after an operation in flight, and needs its ranks, too; empty if the job may hang.
+
+        Some member has to have completed each of the others.
+        """
+        later: dict[int, set[int]] = {}
+        for nth, w in enumerate(self.blame.in_flight):
+            calls = ((q, c) for q in self.snapshot.groups[w.group].ranks for c in self.snapshot.ranks[q].calls)
+            here = [
+                (q, c.seq) for q, c in calls if c.group == w.group and c.completed_s is not None and synchronizes(c.op)
+            ]
+            done = {q: seq for q, seq in here if seq is not None and seq >= w.seq}
+            if w.p2p or not done or self._timed_out(w):
+                return ""
+            later |= {nth: after} if (after := {q for q, seq in done.items() if seq > w.seq}) else {}
+        for nth, ranks in later.items():
+            wait = self.blame.in_flight[nth]
+            return filled(MOVED, what=self.text(wait), later=sorted(ranks), ranks=sorted(wait.calls))
+        return ""
+
     def _timed_out(self, w: Wait) -> bool:
         """True if the watchdog timed it out, or the dump or its file was written after the group's timeout."""
         limit_s = self.loaded.timeouts_s.get(w.group)
@@ -400,6 +421,10 @@ STUCK = _stall(
 )
 IN_FLIGHT = _stall("{what} was in flight {lacking}: a running job, or {other}a link or device that stopped", "none known",
     _AGAIN + ", {network}", severity=Severity.INFO)  # fmt: skip
+MOVED = (
+    "{what} was in flight on {ranks} when {ranks:its dump was|their dumps were} taken, and the job moved on: {later} {later:has|have} "
+    "completed later collectives, which need {ranks}, too"
+)
 # instead of the sentences of a stall or deadlock, if the job was running
 RUNNING: dict[str, Any] = {
     "message": "{on_way} when the dumps were taken, and the calls were recent, as in a running job",

@@ -113,9 +113,11 @@ def _judge(
         findings, decided=any(f.severity == Severity.ERROR for f in found), running=bool(running)
     )
     found += absent.unreadable(findings, given)
+    moved = ""
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
-        found.append(findings.in_flight(bool(running)))
-    notes = list(_notes(loaded, bool(graph.waits)))
+        moved = findings.moved()
+        found += [] if moved else [findings.in_flight(bool(running))]
+    notes = [*filter(None, [moved]), *_notes(loaded, bool(graph.waits))]
     by_age = [f for f in found if f.severity == Severity.ERROR and f.certainty != Certainty.PROVED and f is not message]
     if not (running or stopped or findings.waited()) and any(running is None or f.kind == "stall" for f in by_age):
         notes.append(_UNTIMED)

@@ -13,9 +13,11 @@ from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, shortened, where_a
 from distdiag.diagnosis.text.template import Template
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.message import Role
+from distdiag.terms.untrusted import bounded
 
 OF_NODE = ("torchrun", "accelerate")  # how tracebacks name the launcher that is on every node
 ENDED = "the job ended, or hangs without it"  # what a lost rank costs
+_OF_RANK = bounded(r"\b[Rr]ank[ =:]?\d+")
 LONG = 160  # most characters of a line that is quoted
 EVIDENCE = 8  # most lines that a finding names
 
@@ -117,8 +119,12 @@ def fewer(sides: Iterable[Collection[int]]) -> Collection[int]:
     return few if len(many) == 1 and len(few) < len(many[0]) else ()
 
 
-def last_words(found: Collected, ranks: Collection[int]) -> str:
-    """Return the last line of the one rank that the others wait for; the last before the first failure, if it reports one."""
+def last_words(found: Collected, ranks: Collection[int], others: Iterable[int] = ()) -> str:
+    """Return the last line of the one rank that the others wait for; the last before the first failure, if it reports one.
+
+    Args:
+        others: Ranks whose last line is added if it is the same on all, but for their numbers, and another one than that.
+    """
     if len(ranks) != 1:
         return ""
     rank = next(iter(ranks))
@@ -126,5 +132,12 @@ def last_words(found: Collected, ranks: Collection[int]) -> str:
     silent = not writes and all(f.rank != rank for f in found.facts)
     if text := (found.said if silent else found.earlier).get(rank, ""):
         whose = "its last line" if silent else f"the last line of rank {rank} before that"
-        return f"; {whose} is `{shortened(text, LONG)}`"
+        theirs = {q: found.earlier.get(q, "") for q in others}
+        same = {_OF_RANK.sub("", line) for line in theirs.values()} - {_OF_RANK.sub("", text)}
+        rest = (
+            f", that of {rank_list(sorted(theirs))} `{shortened(min(theirs.values()), LONG)}`"
+            if len(same) == 1 and all(theirs.values())
+            else ""
+        )
+        return f"; {whose} is `{shortened(text, LONG)}`{rest}"
     return ""

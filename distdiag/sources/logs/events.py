@@ -19,7 +19,7 @@ _LOADER = bounded(r"DataLoader worker \(pid\(s\) (\d{1,9}(?:, \d{1,9})*)\) exite
 _THREAD_ENDED = bounded(r"Pin memory thread exited unexpectedly")
 _HAS = bounded(r"^ha[sd] ")  # of the texts on a device
 NEXT_LINES = 2  # after an exception, in which its process reports the system's error
-_DEVICE = bounded(r"NVLink|ECC|critical error|fallen off the bus")
+_DEVICE = bounded(r"NVLink|ECC|critical error|fallen off the bus|by GPU node-")
 
 
 def merged(reasons: list[Reason], found: Collected) -> list[Reason]:
@@ -229,7 +229,9 @@ def _of_devices(reasons: list[Reason]) -> list[Reason]:
             here = {f.who.host for f in r.facts} == {f.who.host for f in first.facts} != {""}
             here = here or all(_DEVICE.search(f.text) for f in r.facts)
             here = here or [f"local rank {q}" for q in r.ranks] == [name.partition(" of ")[0] for name in first.unnamed]
-            if r.ranks == first.ranks != set() or (not first.ranks and len(r.ranks) == 1 and here):
+            if r.ranks == first.ranks != set() or (
+                not first.ranks and (len(r.ranks) == 1 or not (r.ranks or r.unnamed)) and here
+            ):
                 first.inferred |= not first.ranks
                 first.take(r)
                 first.unnamed = []

@@ -110,6 +110,9 @@ def of_exits(
             r.ranks.add(end.rank)
             r.times.setdefault(end.rank, end.fields.get("time", ""))
             r.hosts |= {end.fields["host"]} if end.fields.get("host") else set()
+    for r in (r for r in reasons.values() if r.advice == MEANINGS["host_oom"].advice):
+        rises, advice = slow.growth(found)
+        r.after, r.advice = r.after + rises, r.advice + advice
     told = {id(f) for r in own for f in r.facts}
     if any(id(f) not in told for f in memory) and not with_a_reason(reasons.values()) and not explained:
         reasons["", ""] = _of_memory(found, memory)
@@ -275,7 +278,8 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     An exception ends a process with an exit code, a fault in native code by its signal; a parent that lost a worker after it does
     not see by which one.
     """
-    nameless = [r for r in reasons if r.meaning.cause in ERRORS and not r.ranks]
+    own_error = [r for r in reasons if r.meaning.cause in ERRORS or any(f.message.of_process for f in r.facts)]
+    nameless = [r for r in own_error if not r.ranks]
     # without those whose lines name a process, not only a node
     nameless = [r for r in nameless if not (r.unnamed and any(f.who.name not in ("", f.who.label) for f in r.facts))]
     if len(nameless) != 1:
@@ -289,7 +293,7 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
     pids = {f.fields["pid"] for f in own.facts if "pid" in f.fields}
     here = {f.path for f in own.facts}
     of_file = {f.rank for r in fitting for f in r.facts if f.path in here and f.rank is not None}
-    number = len(pids) or len(own.facts)
+    number = len(pids) or sum(not f.message.of_driver for f in own.facts)
     if number == len(of_file):  # each node's launcher writes the errors of its own ranks into its own log
         ranks = of_file
     if number != len(ranks):

@@ -53,6 +53,7 @@ class Fact:
     engine: bool = False  # raised inside an inference engine
     serves: bool = False  # raised where rank 0 starts the job's store
     in_collective: bool = False  # raised by a backend, inside a collective call
+    in_backward: bool = False  # raised by what the backward pass itself calls, as DDP's reducer
     saves: str = ""  # the function in which it gathers the state of all ranks, or logs what all have
     within: str = ""  # the helper in which it waits for the rank that goes first
     inferred: bool = False  # `rank` is the number of its launcher's label, as in the other labels
@@ -91,7 +92,8 @@ class Loss:
     line: int = 0
     times: int = 0
     finite: bool = False
-    zero: bool = False  # it is shown as 0, with a gradient whose norm is NaN
+    shown: str = ""  # what is NaN there
+    step: str = ""  # of that line
 
 
 @dataclass(frozen=True, slots=True)

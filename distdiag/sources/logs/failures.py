@@ -471,7 +471,8 @@ def _who_failed(r: Reason, ranks: tuple[int, ...], of_node: bool, everyone: str)
         who += f" on {min(r.hosts)}"
     # of what the text names; a launcher's own stack shows where it learned of an end
     of_driver = "pci" in r.facts[0].fields
-    same = [f for f in r.facts if not of_driver or (f.name, _xid(f)) == (r.facts[0].name, _xid(r.facts[0]))]
+    said = [(f.name, _xid(f), f.fields.get("what")) for f in r.facts]
+    same = [f for f, its in zip(r.facts, said, strict=True) if not of_driver or its == said[0]]
     site = next((f.site for f in same if f.site is not None and f.role is not Role.EXIT), None)
     if r.reported and len(set(r.sites.values())) > 1:
         site = None  # errors of several places that have one cause

@@ -81,6 +81,10 @@ _LOSS = bounded(
     r"(?<!\w)(?:lm |train[_/ ]?)?loss(?:/[\w/]{1,40})?['\"]?(?: is |[\s:=]{1,4})(?:tensor\()?(nan|[-+]?(?:inf|\d))",
     re.IGNORECASE,
 )
+# of a line that has no loss of that name: those of one rank, of all, and the norm of the gradient
+_MEASURED = bounded(
+    r"(?<![\w/.-])(?P<what>(?![\w/.-]{0,40}(?i:eval|val|test))[\w/.-]{0,40}(?:[_/.-]loss|grad[_ ]?norm))['\"]?[\s:=]{1,4}(?:tensor\()?((?i:nan)|[-+]?(?:inf|\d))"
+)
 # how a trainer shows it that leaves NaN out of the loss
 _ZERO = bounded(r"\bloss['\"]?[\s:=]{1,4}0(?:\.0{1,9})?(?![\d.e]).{0,80}?\bgrad_?norm['\"]?[\s:=]{1,4}nan\b")
 _BUT = r"(?!.{0,60}(?:(?<!without )(?<!no )error(?!s?\W{1,2}(?:None|0)\b)|fail|code:? ?-?[1-9]|killed|signal|cancel))"
@@ -282,13 +286,19 @@ class Later:
 
     def _loss(self, path: Path, number: int, text: str, who: Writer) -> None:
         # a summary's mean leaves out what is not finite
-        if "oss" not in text or "train_runtime" in text or (m := _LOSS.search(text)) is None:
+        if not ("oss" in text or "norm" in text) or "train_runtime" in text:
+            return
+        m = _LOSS.search(text) or _MEASURED.search(text)
+        if m is None:
             return
         loss = self.loss.setdefault((path, who.rank), Loss())
-        zero = _ZERO.search(text) is not None
-        loss.finite |= m[1].lower() != "nan" and not zero
+        what = m.groupdict().get("what", "the loss")
+        zero = what == "the loss" and _ZERO.search(text) is not None
+        loss.finite |= m[m.lastindex or 1].lower() != "nan" and not zero
         if not loss.finite:
-            loss.line, loss.times, loss.zero = number, loss.times + 1, zero
+            step = _STEP.search(text)
+            loss.line, loss.times, loss.step = number, loss.times + 1, step["step"] or "" if step else ""
+            loss.shown = "the loss is 0, and the norm of the gradient NaN" if zero else f"{what} is NaN"
         (self._nan.discard if loss.finite else self._nan.add)(who.rank)
 
     def _line(self, path: Path, number: int, text: str, who: Writer, progress: re.Match[str] | None) -> None:

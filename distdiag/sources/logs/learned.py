@@ -63,7 +63,8 @@ class Learned:
         if name in self._methods:
             self._methods[name](of, line)
         elif len(self.found.series) < MAX_WRITERS:
-            slow.keep(self.found.series.setdefault((name, line.path, line.who.rank), []), self._fact(name, of, line))
+            who = line.who.rank if line.who.rank is not None or self.found.per_node else line.who.task
+            slow.keep(self.found.series.setdefault((name, line.path, who), []), self._fact(name, of, line))
 
     def next_run(self, launch: bool) -> None:
         """Note that what follows is of another launch, or attempt, if this one has had an error, or its ranks were ended."""

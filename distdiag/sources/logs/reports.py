@@ -21,6 +21,7 @@ from distdiag.terms.untrusted import bounded, is_rank, numbers
 
 MANY_PARAMETERS = 1_000_000  # no model has so many tensors: such a count is another collective's data
 LONG_NAMES = 8000
+_GRADIENTS = "in the backward pass DDP reduces gradients in buckets: {who} had gradients of other parameters (a batch without images, a branch, an expert without tokens): run the same modules on all ranks (a dummy input whose output counts 0), or pass find_unused_parameters=True"
 _BEFORE = "the job ends before its first step"
 _CULPRIT = bounded(r"Culprit rank (\d{1,6});")
 _ANALYZED = {"SIZE_OR_SYNTAX": "shape", "COLLECTIVE_TYPE": "op", "COLLECTIVE_DTYPE": "dtype"}
@@ -200,7 +201,13 @@ def _fingerprints(facts: list[Fact]) -> Finding:
         skipped = f"; by these numbers, {ranks} before"
     message = f"ranks made different calls in one collective: {', '.join(texts)}{at(site)}{skipped}"
     call = CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None
-    return _differ("mismatch", cause, facts, sides.values(), message, same_calls(culprits), collective=call)
+    buckets = cause == "shape" and a.get("op") == "all_reduce" and any(f.in_backward for f in facts)
+    advice = (
+        _GRADIENTS.format(who=rank_list(sorted(culprits)) if culprits else "some ranks")
+        if buckets
+        else same_calls(culprits)
+    )
+    return _differ("mismatch", cause, facts, sides.values(), message, advice, collective=call)
 
 
 def _model(facts: list[Fact], message: str, advice: str, proved: bool, culprits: Iterable[int] = ()) -> Finding:

@@ -30,15 +30,26 @@ def keep(series: list[Fact], f: Fact) -> None:
 
 def growth(found: Collected) -> tuple[str, str]:
     """Return (how the host memory in use rises in a log before its host ran out of it, what to do then); empty if it does not."""
-    for (name, _, _), series in found.series.items():
+    rising: list[tuple[float, int | None, str]] = []
+    of_ranks: set[int | None] = set()  # that show their own memory
+    for (name, _, rank), series in found.series.items():
         gb = [float(f.fields["gb"]) for f in series] if name == "host_memory" else []
-        always = len(gb) >= 2 * LEAST and all(b > a for a, b in itertools.pairwise(gb))
+        own = bool(gb) and all("own" in f.fields for f in series)
+        of_ranks |= {rank} if own else set()
+        always = len(gb) >= 2 * LEAST and all(b > a for a, b in itertools.pairwise(gb)) and not own
         if len(gb) >= LEAST and gb[-1] == max(gb) and (always or gb[-1] >= GROWN * gb[0]):
             lines = f"lines {series[0].line:,} to {series[-1].line:,}"
             rises = f"rises from {gb[0]:,.0f} to {gb[-1]:,.0f} GB in the log ({lines})"
-            advice = "; if it rises from step to step, find what grows: more memory only delays the end"
-            return f"; before that, the host memory in use {rises}", advice
-    return "", ""
+            rising.append((gb[-1] / max(gb[0], 1e-3), rank if own else None, rises))
+    if not rising:
+        return "", ""
+    _, rank, rises = max(rising, key=lambda x: x[0])
+    if rank is not None and len(rising) == 1 < len(of_ranks):
+        advice = f"; look for what rank {rank} alone keeps from step to step (its data, a cache): more memory only delays the end"
+        return f"; before that, the memory of rank {rank}, and of no other rank so much, {rises}", advice
+    advice = "; if it rises from step to step, find what grows: more memory only delays the end"
+    whose = "host memory in use" if rank is None else f"memory of rank {rank}"
+    return f"; before that, the {whose} {rises}", advice
 
 
 def findings(found: Collected) -> list[Finding]:

@@ -29,6 +29,7 @@ SAME_SIZES = (
 MESSAGES = {"send", "recv"}
 # of lists of parts; a group has at least two
 _GATHERS, _SCATTERS, MIN_PARTS = ("all_gather",), ("reduce_scatter",), 2
+_SHARDED = bounded(r"(?i:fsdp|shard|zero[-_]?3|deepspeed)")
 OF_PARAMETERS = "; all_gather_into_tensor most often gathers parameters that ZeRO-3 or FSDP shards: then a rank's batch took another path through the model, so run the same modules on all ranks"
 DUMPS = "the flight recorder's dumps (TORCH_NCCL_TRACE_BUFFER_SIZE=2000, TORCH_NCCL_DUMP_ON_TIMEOUT=1)"
 PATH = (
@@ -332,7 +333,7 @@ def _different(
     texts = " and ".join(f"{rank_list(ranks)} in {text}" for text, ranks in by_size[:4])
     do = _only_there(waiting, culprits) if cause == "op" and not gathers(waiting) else ""
     compare = "compare what these ranks call there: the same operation with the same size on every rank"
-    return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits)}",
+    return _timed_out(group, waiting, f"the ranks timed out in different calls of collective{_number(waiting, group)}: {texts}{last_words(found, culprits, waiting.keys() - culprits)}",
                  f"{do}{compare if cause == 'shape' else same_calls(culprits)}{_of_calls(waiting)}", culprits, f"mismatch/{cause}")  # fmt: skip
 
 
@@ -349,7 +350,15 @@ def _only_there(waiting: Waits, culprits: Collection[int]) -> str:
 def _of_calls(waiting: Waits) -> str:
     """Return the most common reason for which the operations of ranks, or their sizes, differ."""
     ops = {w.op for w in waiting.values()}
-    return OF_PARAMETERS if "all_gather_into_tensor" in ops else meanings.OF_BATCH if ops <= {*_GATHERS} else ""
+    texts = "".join(f.text for w in waiting.values() for f in w.facts)
+    sharded = ops <= {"all_gather_into_tensor", "reduce_scatter_tensor"} or _SHARDED.search(texts)
+    return (
+        OF_PARAMETERS
+        if sharded and "all_gather_into_tensor" in ops
+        else meanings.OF_BATCH
+        if ops <= {*_GATHERS}
+        else ""
+    )
 
 
 def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:

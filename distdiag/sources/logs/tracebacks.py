@@ -328,6 +328,7 @@ class Tracebacks:
             names = [str(frame["name"]) for frame in trace.frames]
             fact.resumes = any(map(_RESUMES.search, names)) and not any(map(_DOWNLOADED.search, names))
             fact.in_collective = innermost.endswith(_COLLECTIVE)
+            fact.in_backward = innermost.endswith(("/torch/autograd/graph.py", "/torch/autograd/__init__.py"))
             fact.serves = innermost.endswith("/torch/distributed/rendezvous.py")
             earlier = self._before.pop(line.source, None)
             if earlier is not None and fact.role is earlier.role is Role.CAUSE:

@@ -88,6 +88,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found.facts = [f for f in found.facts if f.name != "oom_caught" or f.line > ends.stepped_at.get(f.path, 0)]
     of_job = {key: loss for key, loss in ends.loss.items() if key[0] not in ends.tests}
     found.losses, found.took, found.steps = of_job, ends.took, ends.has_steps
+    found.ranks |= {rank for _, rank in of_job if rank is not None}
     found.over, found.tests, found.ended = ends.over, ends.tests, bool(found.late_stop) or ends.ended(found.unknown)
     for f in (f for f in found.facts if f.role is Role.WAIT and f.path not in found.bars):
         found.bars[f.path] = ends.moving(f.path, f.line)
@@ -196,13 +197,17 @@ def failures_first(dumps: Report, logs: Report) -> Report:
     failed = {r for f in own for r in f.culprits}
     silent = [f for f in dumps.findings if f.kind == "rank_lost" and f.cause == "silent"]
     rest = tuple(f for f in dumps.findings if f not in silent or not failed.issuperset(f.culprits))
+    ended = [f for f in own if f.kind == "rank_lost"] or (not dumps.findings and logs.state == State.ENDED)
     state = dumps.state if not own or dumps.state not in (State.RUNNING, State.WAITING) else State.DEGRADED
+    state = logs.state if ended and state in (State.RUNNING, State.DEGRADED) else state
+    unneeded = ("not read", *(["every recorded operation has completed"] if ended else []))
+    left_none = [f"{rank_list(f.culprits)} left no dump" for f in silent if f not in rest]
     return replace(
         dumps,
         state=state,
         world_size=dumps.world_size or logs.world_size,
         findings=(*own, *rest),
-        notes=tuple(n for n in (*dumps.notes, *(logs.notes if own else ())) if not n.startswith("not read")),
+        notes=(*left_none, *(n for n in (*dumps.notes, *(logs.notes if own else ())) if not n.startswith(unneeded))),
         state_text=logs.state_text if own else dumps.state_text,
     )
 
@@ -375,8 +380,8 @@ def _nan(found: Collected, failed: bool = False) -> list[Finding]:
     path, line = first[0], nan[first].line
     who = f" on {rank_list(sorted(culprits))}{' first' if len(nan) == len(found.losses) else ''}" if culprits else ""
     what = Fact("nan", Role.CAUSE, {}, Writer(), path, line, 0)
-    shown = "0, and the norm of the gradient NaN" if nan[first].zero else "NaN"
-    return [finding("nonfinite", "loss", [what], f"the loss is {shown}{who}, from line {line:,} of {path.name} on",
+    step = f" (step {nan[first].step})" if nan[first].step else ""
+    return [finding("nonfinite", "loss", [what], f"{nan[first].shown}{who}, from line {line:,} of {path.name}{step} on",
                     "look at the batch and the loss before it, lower the learning rate, clip gradients, and see the loss scale of fp16; a run that "
                     "distdiag records names the rank and the step where it began", culprits=culprits,
                     cost="" if failed else "what was trained since then is lost")]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from datetime import date
@@ -19,7 +20,7 @@ _RANK = bounded(
 )
 # at the begin of a message, after its time and level
 _RANK_FIRST = bounded(
-    r"^(?:[\d:.,/T -]{8,32}Z? )?(?:\[?[A-Z]{4,8}\]?:? )?[\[(<]?[Rr]ank[ _-]?(\d{1,6})(?:[\])>]| ?\||:)(?= )"
+    r"^(?:[\d:.,/T -]{8,32}Z? )?(?:\[?[A-Z]{4,8}\]?:? |\[NeMo [A-Z] [^\]]{8,99}\] )?[\[(<]?[Rr]ank[ _-]?(\d{1,6})(?:[\])>]| ?\||:)(?= )"
 )
 _GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
@@ -79,6 +80,7 @@ _MESSAGE_KEYS = (
 )  # fmt: skip
 _TIME_KEYS = ("timestamp", "@timestamp", "time", "ts", "t", "asctime")
 DAY_S = 86_400
+_MEASURED = ("loss", "grad_norm")
 _SIGNS = {*_TIME_KEYS, "level", "lvl", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}
 
 
@@ -142,7 +144,7 @@ def without_prefix(text: str) -> tuple[int | None, int | None, str]:
 
 
 def messages(text: str) -> list[tuple[str, Writer]]:
-    """Return (message, who wrote it) of a line: of a JSON record its message, which may have several lines.
+    """Return (message, who wrote it) of a line: of a JSON record its message, which may have several lines, and its losses.
 
     The rank, pod and time of a record come before those of its message. Any other JSON object is data of the program: it has no
     message.
@@ -161,6 +163,8 @@ def messages(text: str) -> list[tuple[str, Writer]]:
         return [(text, who)]
     texts = [encodable(record[key]) for key in _keys_of(record) if isinstance(record.get(key), str)]
     texts = [_event(record) + t for t in texts]
+    if any(key.endswith(_MEASURED) for key in record):  # as a trainer's line of text has them
+        texts.append(" ".join(f"{k}: {v}" for k, v in record.items() if isinstance(v, (int, float)) or v == "NaN"))
     rank = next((record[k] for k in ("rank", "global_rank", "RANK") if k in record), None)
     if isinstance(rank, str) and rank.isdecimal() and len(rank) < 7:
         rank = int(rank)
@@ -209,8 +213,10 @@ def record_of(text: str) -> dict[str, Any]:
     if not (stripped.startswith("{") and stripped.endswith("}") and '"' in stripped):
         return {}
     try:
-        record: Any = msgspec.json.decode(stripped)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        record: Any = (
+            json.loads(stripped) if "NaN" in stripped or "Infinity" in stripped else msgspec.json.decode(stripped)
+        )
+    except (ValueError, RecursionError):  # those of msgspec, too
         return {}
     return record if isinstance(record, dict) else {}
 

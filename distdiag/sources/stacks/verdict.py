@@ -41,6 +41,7 @@ _ASSUMED = re.compile(rf" \({DEFAULT_GROUP}\)|(?<=\(){DEFAULT_GROUP}[,;] ")  # n
 _DOES = {a.word: a.does for a in ACTIVITIES if a.does}
 _DO = {a.word: without_monitor(a.do) for a in ACTIVITIES if a.do}
 _DO_FEED = "see what {what} waits for{site}: give its I/O a timeout, and let it put its error into the queue"
+_DO_LOADER = "see the workers of that loader (`py-spy dump --pid PID --subprocesses`: dead, stuck on storage, forked with a lock?); num_workers=0, or timeout= of the DataLoader, shows their error"
 _LOOK_FOR = "look for what they wait for at these lines: a lock, a key of a store, a file, another process"
 _AGAIN = "take the stacks again after some seconds: if none has moved, "
 _LOOK = "check that line; if it is only slow, the others continue when it is done"
@@ -248,7 +249,8 @@ def _feeds(other: Feeder | None) -> tuple[str, str]:
         return "", ""
     what = f"its thread {visible(other.name)}" if other.name else "another of its threads"
     does = "is" if other.activity == "user_code" else _DOES.get(other.activity, "is")
-    return f", and {what} {does}{at(other.site)}", filled(_DO_FEED, what=what.removeprefix("its "), site=other.site)
+    do = _DO_LOADER if other.activity == "data" else filled(_DO_FEED, what=what.removeprefix("its "), site=other.site)
+    return f", and {what} {does}{at(other.site)}", do
 
 
 def _no_sink(s: Snapshot, seen: Mapping[int, Seen], source: Source) -> Finding | None:

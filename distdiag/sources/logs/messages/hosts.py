@@ -11,6 +11,7 @@ MESSAGES = (
        meaning=Meaning("rank_lost", "silent", "was lost with all its processes: {what}", "it is the host, most often its hardware (memory, CPU): take the node out; see its console and `ipmitool sel list`, `ras-mc-ctl --errors`"), own=True, of_node=True, whole_node=True, once="host"),
     message("memory_user", F, ("ray::", r"^(?P<pid>\d{1,9})\s{1,9}(?P<gb>\d{1,6}\.\d{1,3})\s{1,9}(?P<command>ray::\S{1,80})"), series=True),
     message("host_memory", F, ("Memory:  used", r"\bCPU Virtual Memory: {1,3}used = (?P<gb>\d{1,6}(?:\.\d{1,6})?) GB\b"),
+       ("rss", r"\b(?P<own>rss)\W{1,3}(?P<gb>\d{1,6}(?:\.\d{1,6})?) ?Gi?B\b"),
        ("/cpu_memory_used_gb", r"\bperf/cpu_memory_used_gb\W{1,3}(?P<gb>\d{1,6}(?:\.\d{1,6})?)\b"), series=True),
     message("host_report", H, ("Driver/library version mismatch", r"NVML: (?P<driver>Driver/library version mismatch)"),
        ("API mismatch", r"NVRM: (?P<driver>API mismatch: the client has (?:the )?version [\w.]{1,40})"),
