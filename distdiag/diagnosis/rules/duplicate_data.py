@@ -43,7 +43,7 @@ class Limits:
     """Parts of the data overlap if several ranks read at least this share of the samples, and no rank reads one twice. A sampler's padding
     and chance give less. If each rank shuffles for itself before it takes its part, the share is between 0.33 and 0.42."""
     later: int = 5
-    """Equal later batches that enter a model, of those that are compared: up to the 96th. A test with synthetic data is shorter."""
+    """Equal later batches that enter a model, of those that are compared, up to the 96th: the ranks train on the same batches."""
     losses: int = 16
     """Different losses that must be equal on all ranks."""
 
@@ -333,7 +333,7 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
     prints = {q: loaders[q].first_fingerprints for q in ranks}
     labels = any(_only_labels_equal(prints[g[0]], prints[q]) for g in groups for q in g)
     shared = all(x.dataset_length is not None and not x.distributed_sampler for x in mine)  # one dataset, not split
-    severity = Severity.WARNING
+    severity, few = Severity.WARNING, False
     if all(x.fed for x in mine):  # no loader: synthetic data in a test or benchmark are often equal on purpose
         do, n = "fed", _later(loaders, groups)
         if n is None:
@@ -341,14 +341,14 @@ def _same_batches(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding |
                 "the first batches are the same, and later ones differ", checked=True, cause="same_batches_on_ranks"
             )
             return
-        severity = Severity.INFO if n < limits.later or labels else Severity.WARNING
+        severity, few = Severity.INFO, n < limits.later
     elif labels and not shared:
         severity, do = Severity.INFO, "labels"
     elif not mine[0].distributed_sampler:
         do = "iterable" if mine[0].dataset_length is None else "no sampler"
     else:
         do = "dataset" if all(x.sampler_fits for x in mine) else "sampler"
-    template = SAME_LABELS if labels else FED if do == "fed" and severity == Severity.INFO else SAME_BATCHES
+    template = SAME_LABELS if labels else FED if few else SAME_BATCHES
     own = _value_of_each_sample(s, loaders, ranks) if template is SAME_BATCHES else None
     if own is not None:
         template, severity = OWN_SAMPLES, Severity.INFO
