@@ -332,7 +332,9 @@ class SampleKind(IntEnum):
     LAYERS = 22
     # checksum of parameters of DDP's modules that no gradient trains, or that were put there since DDP was built; `name`: as of STATE
     FROZEN = 27
-    UNTRAINED = 21  # checksum of parameters (or, without these, constant buffers) of modules outside DDP that a step calls and no gradient trains; `name`: these modules
+    # checksum of parameters (or, without these, of constant buffers) of modules outside DDP that a step calls and no gradient trains;
+    # `name`: these modules
+    UNTRAINED = 21
     # number of parameters whose autograd node is no longer that on which DDP has put its hook; the key: of how many; `name`: the first
     HOOKS_LOST = 23
     OPTIMIZER_STEPS = 24  # that the optimizer's state has counted, also before it was loaded; where Python can read that without a device

@@ -59,7 +59,7 @@ SAME_BATCHES = Template(kind, "same_batches_on_ranks", "{same} train on the same
 FED = Template(kind, "same_batches_on_ranks", "the first batches of {same} are the same{site}{also}; too few later ones were compared",
     f"{_REPEATED}, if the later batches are the same, too", "{do}", proved=True)  # fmt: skip
 OWN_SAMPLES = Template(kind, "same_batches_on_ranks", "the loaders of {same} give the same batches{site}{also}; with each, the ranks exchange a "
-    "value of each sample{exchange}", f"none if each rank makes samples of its own from them; else {_REPEATED}",
+    "value of each sample{exchange}", f"none, if each rank makes its own samples from them; else {_REPEATED}",
     "{do}, unless it is to give all ranks the same (prompts, of which each rank samples completions)", severity=Severity.INFO, proved=True)  # fmt: skip
 SAME_LABELS = Template(kind, "same_batches_on_ranks",
     "{same} train on batches with the same labels{site}{also}: the same samples, augmented differently, or other "
@@ -297,7 +297,7 @@ def _by_design(s: Snapshot, loaders: dict[int, Loader], ranks: Collection[int]) 
     if call := next(of_steps, None):
         why = f"the ranks exchange data within a step, as ranks that split sequences or tables do: {call.op}{at(call.site)}"
     elif len(own) > 1:
-        why = "each rank has parameters of its own outside DDP, as where tables are split over the ranks"
+        why = "each rank has its own parameters outside DDP, as if it held a part of a table"
     elif any(_part_known(s.ranks[q]) for q in ranks):
         why = "the calls that are known are not all of a step: others may exchange its data"
     return Abstained(why, cause=SAME_BATCHES.cause) if why else None

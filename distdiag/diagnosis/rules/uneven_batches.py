@@ -80,7 +80,7 @@ def _count(facts: Facts) -> Finding | Abstained:
     loaders = facts.loaders
     if len(loaders) < 2:
         return Abstained("not every rank trains from a known DataLoader")
-    if len({x.iterations_started for x in loaders.values()}) > 1:  # of other lengths, if each is a loader of its own
+    if len({x.iterations_started for x in loaders.values()}) > 1:  # a new pass may have a new loader of another length
         return Abstained("the ranks are in different passes over their data")
     if any(x.length is None or x.site is None for x in loaders.values()):
         return Abstained("the length of a loader is not known")

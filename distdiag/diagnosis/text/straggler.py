@@ -109,8 +109,8 @@ _SAME_CODE = "the same code is fast on the other ranks: "
 _OWN = "that line is not seen on the other ranks{under}; "
 _OWN_LINE = "see what makes {who} run it (a hook, a debug or logging branch, another path), and take that work out of the step or let it run rarely"
 _CAUGHT = (
-    "that line is under {caught}: see why {who} gets that exception (log it there: its storage, its connection or a file of its own may fail, and it "
-    "tries again), and end its cause"
+    "that line is under {caught}: find out why {who} gets that exception (log it there; its storage, its connection or one of its files may fail, and it "
+    "tries again), and mend the cause"
 )
 _LEFT_OUT = (
     "that line is not seen on {rest}: see what lets {rest} leave that work out (a cache that only it has filled, a condition on the rank), "

@@ -39,14 +39,8 @@ from distdiag.recorder.unseen import attributes, has_memory, unseen
 # not a subclass's, which may read the sampler's iterator, as those do that save its state
 _TORCHS = (loader_module._SingleProcessDataLoaderIter, loader_module._MultiProcessingDataLoaderIter)
 EPOCHS = 2  # first epochs whose samples may be hashed
-LATER = (
-    8,
-    16,
-    32,
-    64,
-    96,
-    128,
-)  # batches that enter a module, of which a fingerprint is taken, too: as many as fit into the page
+# batches that enter a module, of which a fingerprint is taken, too: as many as fit into the page
+LATER = (8, 16, 32, 64, 96, 128)
 # attributes of samplers that repeat samples
 _REPEATS = ("num_repeats", "repetitions", "repeats", "num_selected_samples")
 _COUNTED = (list, tuple, dict, range, str, bytes, torch.Tensor)  # types whose length is no code of the job

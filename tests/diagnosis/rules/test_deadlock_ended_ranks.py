@@ -103,7 +103,7 @@ def test_a_rank_that_exits_for_a_reason_is_told_to_take_part() -> None:
 @pytest.mark.parametrize(
     ("made", "caught", "found"),
     [(6, CLOSED, True), (7, CLOSED, False), (6, "ValueError: bad shape", False)],
-    ids=["fewer calls", "as many", "an error of its own"],
+    ids=["fewer calls", "as many", "its own error"],
 )
 def test_a_call_that_raised_as_a_rank_had_finished_is_found_although_every_exit_code_is_0(
     made: int, caught: str, found: bool

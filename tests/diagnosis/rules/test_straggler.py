@@ -130,7 +130,7 @@ def test_a_line_that_only_an_exception_leads_to_says_to_look_for_that(theirs: in
     ranks.append(rank(2, steps=steps(80.0, "data", seed=2), **own))
     f = only(findings(job(*ranks), straggler, source={"/job/read.py": text}.get))
     assert f.advice.startswith(
-        "that line is under `except ConnectionError` at read.py:4 in read: see why rank 2 gets that"
+        "that line is under `except ConnectionError` at read.py:4 in read: find out why rank 2 gets that"
     )
 
 

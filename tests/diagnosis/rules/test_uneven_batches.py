@@ -32,7 +32,7 @@ def test_unequal_loader_lengths_are_reported_before_the_hang() -> None:
 
 
 def test_the_loaders_of_two_passes_are_not_compared() -> None:
-    """Each trial of a search makes a loader, with a batch size of its own; a poll may find one rank in the next."""
+    """Each trial of a search makes a new loader with another batch size; a poll may find one rank in the next trial already."""
     s = job(*(rank(q, loaders=(loader(length=7 + 6 * q, iterations_started=11 + q),)) for q in (0, 1)))
     assert data(s, PLAIN) == []
 
