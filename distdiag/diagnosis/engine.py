@@ -23,6 +23,7 @@ from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.errors import described, in_own_tests
 
 SLOW_PERIOD_S = 1.0  # seconds between evaluations of the kinds that are not evaluated at every poll
+NO_CALLS = "no call of torch.distributed was recorded on any rank"
 
 
 @dataclass
@@ -136,10 +137,13 @@ class Diagnosis:
             evaluated.add(name)
         return evaluated
 
-    def _run(self, rule: Rule, facts: Facts) -> list[Finding | Abstained]:
+    def _run(self, rule: Rule, facts: Facts) -> Sequence[Finding | Abstained]:
         """Run one rule. An exception is counted; only that rule's findings are lost."""
         try:
-            return list(rule.evaluate(facts))
+            outcomes = list(rule.evaluate(facts))
+            unseen = rule.kind.of_calls and facts.snapshot.world_size > 1 and not _calls_seen(facts.snapshot)
+            found = [x for x in outcomes if isinstance(x, Finding)]
+            return found or [Abstained(NO_CALLS)] if unseen else outcomes
         except Exception as e:
             if in_own_tests():
                 raise
@@ -235,6 +239,10 @@ class Diagnosis:
     def suspects(self) -> bool:
         """True if something of severity warning or above was found, but not often enough yet to be reported."""
         return any(not r.reported and at_least(r.finding.severity, Severity.WARNING) for r in self.records.values())
+
+
+def _calls_seen(s: Snapshot) -> bool:
+    return any(r.calls or r.enqueued or r.blocked is not None for r in s.ranks.values())
 
 
 def _differs(a: Finding, b: Finding) -> bool:

@@ -59,6 +59,7 @@ class Kind:
     superseded: bool = False  # cleared, with severity info, once a finding that stops the job appears
     cleared_by_success: bool = False  # cleared if every rank finishes normally
     stacks: bool = False  # stacks and flight records are kept as its evidence
+    of_calls: bool = False  # its rule abstains while no call of any rank was recorded
     state: State | None = None  # of the job while such a finding is open
     explains: tuple[Explains, ...] = ()
 
@@ -73,7 +74,7 @@ _fatal = partial(Kind, every_poll=True, fatal=True)
 
 DEADLOCK = _fatal(
     name="deadlock", severities=(_WARNING, _ERROR),  # warning: all ranks ended normally
-    release=2, blocks=True, stacks=True, state=State.DEADLOCKED,
+    release=2, blocks=True, stacks=True, of_calls=True, state=State.DEADLOCKED,
     causes=(
         "missing_rank", "order_mismatch", "group_cycle", "p2p_cycle", "rank_exited", "rank_finished", "rank_stopped",
         "file_lock",
@@ -81,16 +82,16 @@ DEADLOCK = _fatal(
     explains=(_STALL, _ECHO_OF_ORDER),
 )  # fmt: skip
 MISMATCH = _fatal(
-    name="mismatch", severities=(_ERROR,), release=2, blocks=True, stacks=True, state=State.DEADLOCKED,
+    name="mismatch", severities=(_ERROR,), release=2, blocks=True, stacks=True, of_calls=True, state=State.DEADLOCKED,
     causes=("op", "shape", "dtype", "root", "group", "model"), explains=(_STALL, _LOSS, _ECHO_OF_END),
 )  # fmt: skip
 STALL = Kind(
     name="stall", severities=(_INFO, _WARNING, _ERROR),  # info: dumps of a job that may have been running
     causes=("user_code", "data", "gil_held", "checkpoint", "unknown"), every_poll=True, release=2,
-    suspends=True, superseded=True, cleared_by_success=True, stacks=True, state=State.STALLED,
+    suspends=True, superseded=True, cleared_by_success=True, stacks=True, of_calls=True, state=State.STALLED,
 )  # fmt: skip
 TIMEOUT = _fatal(
-    name="timeout", severities=(_ERROR,), causes=("late_rank",), sticky=True, stacks=True,
+    name="timeout", severities=(_ERROR,), causes=("late_rank",), sticky=True, stacks=True, of_calls=True,
     state=State.DEGRADED, explains=(_STALL, _LOSS, _ECHO_OF_END),
 )  # fmt: skip
 RANK_LOST = _fatal(
@@ -141,7 +142,9 @@ GPU = Kind(
     name="gpu", severities=(_INFO, _WARNING, _ERROR), release=10,
     causes=("throttled", "ecc", "pcie_degraded", "xid", "idle", "busy_without_progress", "lost", "nvlink", "shared"),
 )  # fmt: skip
-GROUP_MISUSE = Kind(name="group_misuse", severities=(_WARNING, _ERROR), causes=("not_a_member", "order"), sticky=True)
+GROUP_MISUSE = Kind(
+    name="group_misuse", severities=(_WARNING, _ERROR), causes=("not_a_member", "order"), sticky=True, of_calls=True
+)
 # Reported by the monitor about itself, and by the reader of dumps: it has no rule here.
 RECORDER = Kind(
     name="recorder", severities=(_INFO, _WARNING), sticky=True,

@@ -17,6 +17,7 @@ from distdiag.monitor.evidence.native import HostWait
 from distdiag.monitor.ranks.state import RankView
 from distdiag.store.writer import Writer
 from distdiag.terms.backends import blocks_host
+from distdiag.terms.units import counted
 
 CLOCK_JUMP_S = 2.0  # of the wall clock against the monotonic one
 DRIVER_SILENT_S = 20.0  # NVML calls take milliseconds; initialising eight cards without persistence mode takes seconds
@@ -212,9 +213,9 @@ class OwnFaults:
     def of_rank(v: RankView) -> Iterator[Fault]:
         h, q, facts = v.header, v.rank, v.decoder.facts
         if h.errors:
-            yield Fault(
-                f"failed/{q}", "failed", f"the recorder of rank {q} failed {h.errors} times: {v.text(h.error)}", q
-            )
+            text = f"the recorder of rank {q} failed {counted(h.errors, 'time')}: {v.text(h.error)}"
+            severity = Severity.INFO if h.n_calls else Severity.WARNING  # without calls it may see no hang
+            yield Fault(f"failed/{q}", "failed", text, q, severity)
         if h.dropped:
             text = f"rank {q} dropped {h.dropped} records or more; its numbers are incomplete"
             yield Fault(f"dropped/{q}", "dropped", text, q)
@@ -228,7 +229,7 @@ class OwnFaults:
             yield Fault(f"unfollowed/{q}/{len(texts)}", "unfollowed", "; ".join(texts), q)
         if missing := facts.get("unsupported"):
             text = f"torch {facts.get('torch', '?')} lacks what distdiag uses: {missing}; what depends on it is not recorded"
-            yield Fault(f"unsupported/{q}", "unsupported_torch", text, q)
+            yield Fault(f"unsupported/{missing}", "unsupported_torch", text)  # of all ranks
 
     @staticmethod
     def _of_nodes(elsewhere: Iterable[tuple[int, str, str]]) -> Iterator[Fault]:

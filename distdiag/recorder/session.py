@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import importlib
 import os
 import platform
 import signal
@@ -33,6 +34,7 @@ from distdiag.recorder.other_nodes import OtherNodes
 from distdiag.recorder.pulse import Pulse
 from distdiag.recorder.start_monitor import NotStarted, Watch, start_monitor
 from distdiag.recorder.state import Recorder, guarded, now_ns, switched_off
+from distdiag.recorder.torch_names import LACKING
 from distdiag.terms import secrets
 from distdiag.terms.launchers import LAUNCHERS, TORCHRUN, number
 from distdiag.terms.untrusted import cut, visible
@@ -73,23 +75,15 @@ class Session:
         if not missing:
             from torch._C import _distributed_c10d as c10d
 
-            from distdiag.recorder.hooks import (
-                flight_recorders,
-                functional,
-                process_groups,
-                store_keys,
-                wrap_collectives,
-                wrapping,
-            )
-            from distdiag.recorder.hooks import install as hooks
+            from distdiag.recorder.hooks import functional, process_groups, wrap_collectives, wrapping
 
             after_import("torch._dynamo", guarded(wrapping.skip_all_of_ours))  # no frame is compiled before
             collectives = wrap_collectives.install(recorder)
-            flight_recorders.install()
+            recorder.part("hooks of flight recorders", _install, "flight_recorders")
             missing += process_groups.install(collectives)
-            store_keys.install(recorder)
+            recorder.part("keys of stores", _install, "store_keys", recorder)
             after_import(functional.MODULE, lambda: functional.install(collectives))
-            self.accounting = hooks.install(recorder, collectives)
+            self.accounting = recorder.part("steps", _install, "install", recorder, collectives)
             self.pulse.collectives, self.pulse.accounting = collectives, self.accounting
             if accounts.MISFIT:
                 recorder.failed(RuntimeError(accounts.MISFIT))
@@ -101,7 +95,7 @@ class Session:
             if torch.distributed.is_initialized():
                 process_groups.initialised(collectives)
         self.recorder.note(**facts)
-        self.recorder.lacks(missing)
+        self.recorder.lacks([*missing, *LACKING])
         self._witness()
 
     @guarded
@@ -275,6 +269,10 @@ def start(run_dir: str | None, name: str | None, rank: int, world_size: int, loc
     if "torch" not in sys.modules or hasattr(sys.modules["torch"], "distributed"):
         after_import("torch", current.install)
     return current
+
+
+def _install(module: str, *args: Any) -> Any:
+    return importlib.import_module(f"distdiag.recorder.hooks.{module}").install(*args)
 
 
 def report_not_recorded(error: Exception, hint: str = DIRECTORY_HINT) -> None:

@@ -101,6 +101,15 @@ class Recorder:
             known = [n for n in str(self.facts.get("unsupported", "")).split(", ") if n]
             self.note(unsupported=", ".join(dict.fromkeys([*known, *names])))
 
+    def part(self, what: str, install: Callable[..., R], *args: Any) -> R | None:
+        """Install a part of the hooks. One that fails, as on a torch that has other names, costs only what depends on it."""
+        try:
+            return install(*args)
+        except Exception as e:
+            failed(e)
+            self.lacks([what])
+            return None
+
     def failed(self, error: BaseException) -> None:
         """Count a failure of the recorder; readers show the count and the last text."""
         try:

@@ -8,8 +8,11 @@ counters depend on it. The guards cost about a microsecond, so they are entered 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
+
+from distdiag.recorder.torch_names import private
 
 # Number of modes active in this thread; torch's own functions once it is imported. `int()` is 0.
 function_modes: Any = int
@@ -40,12 +43,14 @@ class unseen:
 def install() -> None:
     """Use torch's functions; called when torch has been imported."""
     global function_modes, dispatch_modes, _disable_functions, _disable_dispatch, _enable_profiler, _NO_DISPATCH
-    from torch import _C
+    from torch import _C, Tensor
 
-    _disable_functions, _disable_dispatch = _C.DisableTorchFunction, _C._DisableTorchDispatch
-    _NO_DISPATCH = _C._disabled_torch_dispatch_impl
+    _disable_functions = private(_C, "DisableTorchFunction", nullcontext)
+    _disable_dispatch = private(_C, "_DisableTorchDispatch", nullcontext)
+    _NO_DISPATCH = getattr(Tensor, "__torch_dispatch__", None)
     _enable_profiler = getattr(getattr(_C, "_autograd", None), "_enable_record_function", bool)
-    function_modes, dispatch_modes = _C._len_torch_function_stack, _C._len_torch_dispatch_stack
+    function_modes = private(_C, "_len_torch_function_stack", int)
+    dispatch_modes = private(_C, "_len_torch_dispatch_stack", int)
 
 
 def has_memory(cls: type) -> bool:

@@ -70,7 +70,7 @@ OPERATIONS = (
         name="reduce", factor=_whole, rooted=True, reduces=True, same_dtype=True, same_size="all",
         forms="reduce=_reduce_oop",
     ),
-    Operation(name="gather", factor=_all_but_one, rooted=True, in_parts=True, forms="gather gather_object"),
+    Operation(name="gather", factor=_all_but_one, rooted=True, in_parts=True, forms="gather=gather_single,gather_into_tensor gather_object"),
     Operation(name="scatter", factor=_all_but_one, rooted=True, in_parts=True, forms="scatter scatter_object_list"),
     Operation(name="barrier", synchronizes=True, forms="barrier=all_reduce_barrier"),
     Operation(name="send", factor=_whole, forms="send isend"),

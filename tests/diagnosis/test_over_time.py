@@ -9,7 +9,7 @@ from msgspec import structs
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit.verdict import SETTLED_S
-from distdiag.diagnosis.engine import Checks, Diagnosis
+from distdiag.diagnosis.engine import NO_CALLS, Checks, Diagnosis
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
@@ -137,7 +137,11 @@ def test_checks_and_reasons_of_abstention_are_kept() -> None:
     checks = {(c.kind, c.cause): c for c in d.checks.all}
     assert {kind for kind, _ in checks} == {rule.kind.name for rule in RULES}
     assert not checks["straggler", None].checked and "15 of 30 steps" in checks["straggler", None].reason
-    assert checks["deadlock", None].checked and not checks["gpu", None].checked
+    assert not checks["gpu", None].checked
+    blind = {kind for (kind, _), check in checks.items() if check.reason == NO_CALLS and not check.checked}
+    assert blind == {"deadlock", "mismatch", "stall", "timeout", "group_misuse"}
+    d.update(job(rank(0, enqueued={"default_pg": 5}), rank(1, enqueued={"default_pg": 5}), t_s=2.0))
+    assert all(c.checked for c in d.checks.all if c.kind in blind)
     d.update(job(rank(0, steps=steps(n=60)), rank(1, steps=steps(n=60)), t_s=3.0))
     checked = next(c for c in d.checks.all if c.kind == "straggler")
     assert (checked.checked and "costs" in checked.reason) or "no rank is the slowest" in checked.reason

@@ -112,7 +112,8 @@ def test_the_recorder_had_no_errors(run: Run) -> None:
     ids=["each", "every second", "none since", "four a step", "not always as many"],
 )
 def test_backward_passes_per_step_are_counted(steps: int, synced: int, expected: int) -> None:
-    times = DdpTimes(None, 0, ModelSlot(), 0)  # a version of torch without the interface: nothing is read
+    ddp = SimpleNamespace(module=torch.nn.Linear(2, 2), _set_ddp_runtime_logging_sample_rate=lambda _: None)
+    times = DdpTimes(ddp, 0, ModelSlot(), 0)
     times._per_step(2, 2)
     assert times._per_step(2 + steps, 2 + synced) == expected
 

@@ -74,6 +74,7 @@ def test_every_name_belongs_to_one_operation() -> None:
     assert {o.probe for o in OPERATIONS if o.factor} - {"send", "recv"} <= set(PROBES)
     assert all(bus_bandwidth(name, 8, 1e-6, 2) > 0 for o in OPERATIONS if o.factor for name in (o.name, o.probe))
     assert op_name("nccl:_all_gather_base") == "all_gather_into_tensor" and op_name("gloo:new_op") == "new_op"
+    assert op_name("nccl:gather_into_tensor") == op_name("gather_single") == "gather"  # of torch 2.15
     assert family("new_op") is None and message_bytes("all_gather", 8, None) is None
 
 

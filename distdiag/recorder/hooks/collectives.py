@@ -34,7 +34,7 @@ from distdiag.recorder import state
 from distdiag.recorder.fast.accounts import ledger
 from distdiag.recorder.frames import user_frame
 from distdiag.recorder.hooks.call_entries import NO_TENSOR, CallEntries
-from distdiag.recorder.hooks.flight_recorders import of_torch
+from distdiag.recorder.hooks.flight_recorders import of_torch, of_world
 from distdiag.recorder.hooks.group_counters import Batch, Group
 from distdiag.recorder.state import guarded, now_ns
 from distdiag.terms.backends import NO_PAIRS, PAIRS, blocks_host, ignores_tags, in_group_communicator
@@ -55,6 +55,8 @@ METHODS: dict[str, tuple[str, int]] = {
     "all_gather_single": ("all_gather_into_tensor", 1),
     "all_gather_single_coalesced": ("all_gather_into_tensor", 1),
     "gather": ("gather", 1),
+    "gather_single": ("gather", 1),
+    "gather_into_tensor": ("gather", 1),
     "scatter": ("scatter", 0),
     "reduce_scatter": ("reduce_scatter", 1),
     "_reduce_scatter_base": ("reduce_scatter_tensor", 1),
@@ -360,7 +362,7 @@ class Collectives(CallEntries):
         splits = _splits(kwargs.get("backend") or (args[2] if len(args) > 2 else None))
         members = list(range(dist.get_world_size())) if ranks is None or splits else sorted(ranks)
         if self.header.rank in members and len(members) > 1 and not kwargs.get("use_local_synchronization", False):
-            self.group_call("new_group", dist._world.group_count, members)
+            self.group_call("new_group", of_world("group_count", 0), members)
 
     @guarded
     def group_call_ends(self) -> None:

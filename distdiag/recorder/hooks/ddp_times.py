@@ -12,9 +12,11 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Embedding, EmbeddingBag
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from distdiag.page.layout import HEAP_BYTES, ModelSlot
 from distdiag.recorder.state import failed, now_ns
+from distdiag.recorder.torch_names import private
 from distdiag.recorder.unseen import named_modules, named_tensors, parameters
 from distdiag.unpatched import wall_ns
 
@@ -26,6 +28,8 @@ YOUNG, YOUNG_RATE = 128, 8  # up to this iteration every 8th is measured, so tha
 RATE, DEVICE_RATE = 32, 100  # the latter is torch's own
 BUCKET_TEXTS = 4  # most texts that are written: the page never frees texts
 SIZES_KEPT = 256
+_MEASURES = private(DDP, "_get_ddp_logging_data", None) is not None
+_HAS_RATE = private(DDP, "_set_ddp_runtime_logging_sample_rate", None) is not None
 
 
 class DdpTimes:
@@ -39,10 +43,9 @@ class DdpTimes:
         self._text = ""
         self._rate = DEVICE_RATE
         self.next_read = 1  # the step from which a new result is possible; never without the interface
-        readable = callable(getattr(ddp, "_get_ddp_logging_data", None))
-        if not readable:
+        if not _MEASURES:
             self.next_read = _NEVER
-        elif _may_measure_more(ddp):
+        elif _HAS_RATE and _may_measure_more(ddp):
             self._rate = YOUNG_RATE
             ddp._set_ddp_runtime_logging_sample_rate(YOUNG_RATE)
 

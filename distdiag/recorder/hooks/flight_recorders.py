@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d
 
 from distdiag.recorder.hooks.wrapping import around
 from distdiag.recorder.state import guarded
+from distdiag.recorder.torch_names import private
 
 c10d: Any = _distributed_c10d  # their names differ between versions of torch
 dist: Any = distributed_c10d
@@ -27,6 +28,8 @@ HAS_HOOKS = hasattr(dist, "_maybe_attach_flight_recorder")  # then torch's funct
 # other recorders, each with a function: NCCL's
 OWN = [m[1] for name in dir(c10d) if (m := re.fullmatch(r"_dump_(\w+)_trace_json", name)) and m[1] != DEFAULT]
 
+# nccl2 has a hook: https://github.com/pytorch/pytorch, `_maybe_attach_flight_recorder`
+_RECORD_THEMSELVES = private(dist, "_FR_SELF_RECORDING_BACKENDS", ("nccl", "gloo")) if HAS_HOOKS else ()
 _numbers: dict[int, int] = {}  # by id of a ProcessGroup: number of its hook
 _attached = 0
 
@@ -60,11 +63,11 @@ def install() -> None:
         if error is not None:
             return
         _numbers.pop(id(pg), None)  # of an earlier group at this address
-        if pg in dist._world.pg_flight_recorder_hooks:
+        if pg in of_world("pg_flight_recorder_hooks", {}):
             _numbers[id(pg)] = _attached
             _attached += 1
 
-    for pg in dist._world.pg_flight_recorder_hooks:
+    for pg in of_world("pg_flight_recorder_hooks", {}):
         attached(pg)
     dist._maybe_attach_flight_recorder = around(
         dist._maybe_attach_flight_recorder, lambda pg, *_args, **_kwargs: pg, attached
@@ -85,21 +88,26 @@ def implementations(pg: Any) -> tuple[str, ...]:
 def hook_of(pg: Any, backends: Collection[str]) -> Hook | None:
     """Return the hook that records a group; None if its backends (`implementations`) do that themselves, or torch has no hooks."""
     number = _numbers.get(id(pg))
-    recorded = [name for name in backends if name not in dist._FR_SELF_RECORDING_BACKENDS] if HAS_HOOKS else []
+    recorded = [name for name in backends if name not in _RECORD_THEMSELVES] if HAS_HOOKS else []
     if number is None or len(recorded) != 1:
         return None
-    reports = hasattr(c10d.ProcessGroup, "supports_completion_hooks") and of_torch(pg, "supports_completion_hooks")
-    return Hook(recorded[0], number, bool(reports))
+    return Hook(recorded[0], number, bool(of_torch(pg, "supports_completion_hooks")))
 
 
-def of_torch(pg: Any, name: str) -> Any:
+def of_torch(pg: Any, name: str, otherwise: Any = None) -> Any:
     """Return an attribute of a group as torch's class has it: for that of a subclass, code of the job may run, in any thread."""
-    return vars(c10d.ProcessGroup)[name].__get__(pg)
+    found = vars(c10d.ProcessGroup).get(name)
+    return otherwise if found is None else found.__get__(pg)
+
+
+def of_world(name: str, otherwise: Any) -> Any:
+    """Return one of torch's tables of all groups, as it is now; `otherwise` if this torch does not have it."""
+    return getattr(getattr(dist, "_world", None), name, otherwise)
 
 
 def devices(pg: Any) -> list[Any]:
     try:
-        return list(of_torch(pg, "_device_types"))
+        return list(of_torch(pg, "_device_types", ()))
     except RuntimeError:
         return []
 

@@ -19,7 +19,16 @@ from torch.distributed import distributed_c10d as dist
 from distdiag.page.layout import GROUPS, GroupSlot
 from distdiag.recorder import state
 from distdiag.recorder.frames import backend_files, backend_paths
-from distdiag.recorder.hooks.flight_recorders import OWN, Hook, devices, hook_of, implementations, of_torch, own_status
+from distdiag.recorder.hooks.flight_recorders import (
+    OWN,
+    Hook,
+    devices,
+    hook_of,
+    implementations,
+    of_torch,
+    of_world,
+    own_status,
+)
 from distdiag.recorder.state import guarded
 from distdiag.terms.backends import blocks_host, may_count_messages
 from distdiag.terms.ranks import fold_ranks
@@ -190,10 +199,8 @@ class Groups:
             if n >= GROUPS:
                 self.header.dropped += 1
                 return None
-            world = dist._world
-            ranks = world.pg_group_ranks.get(pg)
-            members = sorted(ranks, key=lambda r: ranks[r]) if ranks else list(range(pg.size()))
-            name = world.pg_names.get(pg) or of_torch(pg, "group_name")
+            members = _members(pg)
+            name = of_world("pg_names", {}).get(pg) or of_torch(pg, "group_name", f"group {n}")
             slot = self.page.page.groups[n]
             slot.name = self.page.text(str(name))
             slot.description = self.page.text(str(of_torch(pg, "group_desc") or ""))
@@ -297,6 +304,16 @@ class Groups:
         only = found[0] if len(found) == 1 and at_most > 0 else None
         g.slot.flight_recorder_id = -1 if only is None else int(only)
         return None if only is None else status[only]
+
+
+def _members(pg: Any) -> list[int]:
+    ranks = of_world("pg_group_ranks", {}).get(pg)
+    if ranks:
+        return sorted(ranks, key=lambda r: ranks[r])
+    try:
+        return list(dist.get_process_group_ranks(pg))
+    except (KeyError, RuntimeError, ValueError, AttributeError):  # torch does not know it
+        return list(range(pg.size()))
 
 
 def _issued(g: Group) -> int | None:

@@ -32,12 +32,12 @@ from distdiag.recorder.state import guarded, now_ns
 def install(recorder: state.Recorder, collectives: Collectives) -> StepAccounting:
     """Wrap what a training step calls; called once per process."""
     accounting = StepAccounting(recorder, collectives)
-    _wrap_ddp(accounting)
     torch.autograd.backward = autograd_backward(accounting, torch.autograd.backward)
-    _wrap_loader(accounting)
-    _wrap_join(accounting)
     register_optimizer_step_pre_hook(_in_eager_code(accounting.optimizer_begins))
     register_optimizer_step_post_hook(_in_eager_code(accounting.optimizer_ends))
+    recorder.part("DDP", _wrap_ddp, accounting)
+    recorder.part("loaders", _wrap_loader, accounting)
+    recorder.part("uneven inputs", _wrap_join, accounting)
     return accounting
 
 

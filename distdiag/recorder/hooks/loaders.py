@@ -34,10 +34,11 @@ from distdiag.recorder.fast.accounts import FINGERPRINTS, Ledger
 from distdiag.recorder.hooks.data_set_index import data_set_content, data_set_index
 from distdiag.recorder.hooks.epoch_samples import MOST, EpochSamples
 from distdiag.recorder.state import guarded
+from distdiag.recorder.torch_names import private
 from distdiag.recorder.unseen import attributes, has_memory, unseen
 
 # not a subclass's, which may read the sampler's iterator, as those do that save its state
-_TORCHS = (loader_module._SingleProcessDataLoaderIter, loader_module._MultiProcessingDataLoaderIter)
+_TORCHS = tuple(private(loader_module, f"_{how}DataLoaderIter") for how in ("SingleProcess", "MultiProcessing"))
 EPOCHS = 2  # first epochs whose samples may be hashed
 # batches that enter a module, of which a fingerprint is taken, too: as many as fit into the page
 LATER = (8, 16, 32, 64, 96, 128)

@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd import graph
 
 from distdiag.recorder.hooks.tensor_samples import capturing, gradient
+from distdiag.recorder.torch_names import private
 from distdiag.recorder.unseen import has_memory
 
 if TYPE_CHECKING:
     from distdiag.recorder.hooks.wrapped_model import Model
 
+_edge = private(graph, "get_gradient_edge", None)
 MOST = 24  # parameters that are checked: some microseconds each
 
 
@@ -44,4 +46,4 @@ def replaced(p: Any, node: Any) -> bool:
 
 def _node(p: Any) -> Any:
     """Return the node that accumulates a parameter's gradient; None if it has none."""
-    return get_gradient_edge(p).node if p.requires_grad and p.is_leaf and has_memory(type(p)) else None
+    return _edge(p).node if _edge and p.requires_grad and p.is_leaf and has_memory(type(p)) else None

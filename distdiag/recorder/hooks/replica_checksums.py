@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d as dist
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules import batchnorm, dropout
 
 from distdiag.page.layout import SampleKind
 from distdiag.recorder.fast.accounts import Ledger
+from distdiag.recorder.hooks.flight_recorders import of_world
 from distdiag.recorder.hooks.lost_hooks import lost
 from distdiag.recorder.hooks.tensor_samples import Samples, capturing, gradient, own_part, sampled
 from distdiag.recorder.hooks.wrapped_model import EnteredModules, watch_forward
+from distdiag.recorder.torch_names import private
 from distdiag.recorder.unseen import attributes, has_memory, named_modules, named_tensors, parameters, unseen
 from distdiag.terms.ranks import fold_ranks
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 CHECKSUM_TENSORS, CHECKSUM_ELEMENTS, MODULES = 24, 32, 8
 CHANGED = 1 << 32  # key: this averaging has changed the parameters, as earlier ones have not
 NAMES = 4  # of parameters, in one sample
+_NORM, _DROPOUT = private(batchnorm, "_NormBase"), private(dropout, "_DropoutNd")
 OBSERVERS = ("observer", "fakequant", "fake_quant")  # in names of classes
 LAYERS_MOST = 512  # parameters whose classes of layers are sampled, after these steps
 LAYER_STEPS = (32, 64, 128)
@@ -445,7 +448,7 @@ class ReplicaChecksums:
         chosen = _spread(tensors)
         synced = sum(m.slot.synced_backwards for m in self.ledger.models.values())
         m = self.ledger.averaged_by
-        group = dist._world.pg_names.get(m.pg, "") if m is not None else ""
+        group = of_world("pg_names", {}).get(m.pg, "") if m is not None else ""
         what = repr([group, len(tensors), which, *(tuple(t.shape) for t in chosen)])
         key = zlib.crc32(what.encode()) | (synced & 0xFFFFFFFF) << 32
         magnitudes = kind in (SampleKind.BUFFERS, SampleKind.GRADIENTS)
@@ -565,8 +568,7 @@ def _mode_layers(m: Model) -> list[Any]:
     if ddp is None:
         return []
     if m.mode_layers is None:
-        kinds = (torch.nn.modules.dropout._DropoutNd, _NormBase)
-        m.mode_layers = [x for _, x in named_modules(ddp.module) if isinstance(x, kinds)]
+        m.mode_layers = [x for _, x in named_modules(ddp.module) if isinstance(x, (_DROPOUT, _NORM))]
     return m.mode_layers
 
 
@@ -588,7 +590,7 @@ def _counted(optimizer: Any, params: list[Any]) -> float | None:
 def _statistics(module: Any, name: str) -> bool:
     """True for buffers that batches of any rank estimate well enough: those of batch norm, of observers of quantisation, and what is named so."""
     observes = any(word in x.__name__.lower() for x in type(module).__mro__ for word in OBSERVERS)
-    return observes or isinstance(module, _NormBase) or name.startswith(("running_", "min_val", "max_val"))
+    return observes or isinstance(module, _NORM) or name.startswith(("running_", "min_val", "max_val"))
 
 
 def _saved(module: Any, name: str) -> bool:

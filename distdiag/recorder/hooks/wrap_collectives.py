@@ -12,6 +12,7 @@ from torch._C import _distributed_c10d as c10d
 from distdiag.recorder import state
 from distdiag.recorder.hooks.collectives import METHODS, Collectives
 from distdiag.recorder.hooks.wrapping import around, as_c_method, settle, settle_late, wraps
+from distdiag.recorder.torch_names import LACKING, private
 
 local = threading.local()  # `inside`: a recorded call runs, and what it calls is not recorded
 
@@ -20,16 +21,19 @@ def install(recorder: state.Recorder) -> Collectives:
     """Wrap torch's classes and return the recorder of their calls. Called once per process."""
     collectives = Collectives(recorder)
     collectives.wrap_subclass = lambda cls: _wrap_subclass(collectives, cls)
-    pg_class = c10d.ProcessGroup
-    for method in METHODS:
+    pg_class, found = c10d.ProcessGroup, set[str]()
+    for method, (op, _) in METHODS.items():
         original = getattr(pg_class, method, None)
         if original is not None:
+            found.add(op)
             setattr(pg_class, method, as_c_method(_wrap(collectives, method, original), original))
+    LACKING.extend(sorted(f"ProcessGroup's {op}" for op, _ in METHODS.values() if op not in found))
     for method, begins, ends in (
         ("_start_coalescing", None, collectives.coalescing_begins),
         ("_end_coalescing", collectives.coalescing_ends, collectives.coalesced),
     ):
-        setattr(pg_class, method, around(getattr(pg_class, method), begins, ends, c_method=True))
+        if (original := private(pg_class, method, None)) is not None:
+            setattr(pg_class, method, around(original, begins, ends, c_method=True))
     work_class = c10d.Work
     work_class.wait = as_c_method(wrap_wait(collectives, work_class.wait, collectives.wait_begins), work_class.wait)  # type: ignore[method-assign]
     collectives.wrap_work = lambda cls: _wrap_python_wait(collectives, cls)

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
+from distdiag.recorder.torch_names import LACKING
+
 Function = Callable[..., Any]
 F = TypeVar("F", bound=Function)
 
@@ -158,11 +160,14 @@ def _by_default_handler(error: BaseException) -> bool:
 
 def skip(code: CodeType, callees: bool) -> None:
     """Tell torch.compile to run frames of `code` as they are, and with `callees` also all that they call."""
-    from torch._C._dynamo import eval_frame  # C++: the module torch._dynamo is not imported
+    try:
+        from torch._C._dynamo import eval_frame  # C++: the module torch._dynamo is not imported
 
-    action = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if callees else action.DEFAULT)
-    eval_frame.set_code_exec_strategy(code, strategy)
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.SKIP if callees else action.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
+    except (ImportError, AttributeError):
+        LACKING.append("_dynamo's marks of frames")
 
 
 def _wrapper(code: CodeType) -> None:
