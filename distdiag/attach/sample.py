@@ -164,7 +164,7 @@ def _absolute(process: Process, pid: int) -> Process:
         return process
 
     def fixed(f: Frame) -> Frame:
-        return f if f.file.startswith(("/", "<")) else replace(f, file=os.path.normpath(os.path.join(folder, f.file)))
+        return f if f.file.startswith("<") else replace(f, file=os.path.normpath(os.path.join(folder, f.file)))
 
     def of(t: Stack) -> Stack:
         return replace(t, frames=tuple(map(fixed, t.frames)))

@@ -75,7 +75,7 @@ OVERLAP = Template(kind, "parts_overlap",
     "none); if each rank is to draw at random, ignore this",
     severity=Severity.INFO)  # fmt: skip
 SHIFTED = Template(kind, "same_batches_on_ranks",
-    "{same} train on the same batches, {first} {n} step{n:|s} before {second}{site}",
+    "{same} train on the same batches, {second} {n} step{n:|s} later than {first}{site}",
     "{repeated} of {world} ranks train on what another rank has trained on a few steps before",
     "each rank begins at another batch and then takes all of them: let it take one in {world} (`islice(batches, rank, None, "
     "world_size)`), or a part of its own", proved=True)  # fmt: skip
@@ -398,8 +398,8 @@ def _shifted(s: Snapshot, loaders: dict[int, Loader]) -> Iterator[Finding]:
     first, *rest = sorted(loaders)
     prints = {q: x.first_fingerprints for q, x in loaders.items()}
     ahead = {q: k for q in rest if (k := _shift(prints[first], prints[q]))}
-    if not ahead:
-        return
+    if not ahead or all(x.distributed_sampler and x.sampler_fits for x in loaders.values()):
+        return  # the sampler splits the data: other samples with the same values
     synthetic = all(x.fed for x in loaders.values())  # a benchmark may pass the same few batches around
     nearest = min(ahead, key=lambda q: abs(ahead[q]))
     pair = (nearest, first) if ahead[nearest] > 0 else (first, nearest)

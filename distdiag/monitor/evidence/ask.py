@@ -263,7 +263,8 @@ def parse_stacks(text: str) -> list[Thread]:
         if line.startswith(("Thread ", "Current thread ")):
             out.append((line.strip(), []))
         elif (m := _FRAME.match(line)) and out:
-            out[-1][1].append((m["file"], int(m["line"]), m["function"]))
+            # of `./train.py`; the recorder writes normal paths, too
+            out[-1][1].append((os.path.normpath(m["file"]), int(m["line"]), m["function"]))
     return out
 
 

@@ -337,9 +337,18 @@ def test_batches_that_a_rank_gets_some_steps_before_another_are_the_same(rows: t
     stream = {"dataset_length": None, "length": None, "distributed_sampler": False}
     ranks = [rank(q, loaders=(loader(first_fingerprints=every[k : k + 6], **stream),)) for q, k in enumerate(rows)]
     f = only(of_kind(data(job(*ranks), PLAIN), "duplicate_data"))
-    ahead = "rank 0" if rows[0] > rows[1] else "rank 1"
+    late = "rank 1" if rows[0] > rows[1] else "rank 0"
     assert f.victims == tuple(range(len(rows))) and "islice" in f.advice
-    assert f"{ahead} {abs(rows[1] - rows[0])} step" in f.message
+    assert f"{late} {abs(rows[1] - rows[0])} step" in f.message
+
+
+@pytest.mark.parametrize("fits", [True, None])
+def test_samples_with_equal_values_that_a_sampler_splits_are_other_samples(fits: bool | None) -> None:
+    """The values of `i % 7` come again in the next rank's part, one step earlier."""
+    every = prints(1) + prints(2)
+    split = {"distributed_sampler": True, "sampler_fits": fits}
+    ranks = [rank(q, loaders=(loader(first_fingerprints=every[q : q + 6], **split),)) for q in range(2)]
+    assert bool(of_kind(data(job(*ranks), PLAIN), "duplicate_data")) == (not fits)
 
 
 def test_two_batches_in_common_are_not_the_same_data() -> None:
