@@ -71,6 +71,9 @@ BUS_ERROR = "most often /dev/shm is full (`df -h /dev/shm`), or a mapped file wa
 # of an HTTP client
 _NO_ANSWER = r"Max retries|[Cc]ouldn't connect to .{0,2}https?:|Could not connect to the endpoint|Too Many Requests|429 Client|ConnectTimeout|ReadTimeout"
 ROWS = (
+    Known(bounded(r"FileExistsError: .{0,40}'(?:\./)?reports'"),
+          "let it pass `exist_ok=True`, or start the job with DISTDIAG_RUN_DIR: distdiag has made that directory, for its runs",
+          lambda r: "distdiag keeps its runs in a directory of that name", only_if_shown=True),
     Known(bounded(r"mark a variable ready only once|marked as ready twice"),
           "pass use_reentrant=False to torch.utils.checkpoint, and leave out find_unused_parameters=True: with it DDP counts the "
           "parameters of a reentrant checkpoint twice; a module that is used twice in one forward needs static_graph=True", _search),

@@ -77,7 +77,6 @@ class Session:
 
             from distdiag.recorder.hooks import functional, process_groups, wrap_collectives, wrapping
 
-            after_import("torch._dynamo", guarded(wrapping.skip_all_of_ours))  # no frame is compiled before
             collectives = wrap_collectives.install(recorder)
             recorder.part("hooks of flight recorders", _install, "flight_recorders")
             missing += process_groups.install(collectives)
@@ -85,6 +84,8 @@ class Session:
             after_import(functional.MODULE, lambda: functional.install(collectives))
             self.accounting = recorder.part("steps", _install, "install", recorder, collectives)
             self.pulse.collectives, self.pulse.accounting = collectives, self.accounting
+            # last: all of ours is imported; no frame is compiled before
+            after_import("torch._dynamo", guarded(wrapping.skip_all_of_ours))
             if accounts.MISFIT:
                 recorder.failed(RuntimeError(accounts.MISFIT))
             facts["hooks"] = "compiled" if accounts.COMPILED else "Python"

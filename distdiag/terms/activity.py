@@ -33,6 +33,11 @@ ACTIVITIES = (  # in the order in which lines are searched for them
         line=r"\binput\s*\(|sys\.stdin|\bstdin\.",
     ),
     Activity(
+        word="debugger", patience_s=10.0, shown="waiting for a debugger", does="waits for a debugger",
+        do="attach one, or remove that call",
+        within=("lock", "socket", "user_code"), refines=r"\bwait_for_client\(|\bset_trace\(",
+    ),
+    Activity(
         word="lock", patience_s=10.0, shown="waiting for a lock", does="waits for a lock",
         do="find who holds the lock; hold no lock across a collective",
         frame=r"^threading\.(wait|acquire|__enter__|_wait_for_tstate_lock|join)|^synchronize\.",

@@ -94,3 +94,28 @@ def test_a_rank_that_is_killed_at_work_after_it_left_its_group_is_lost(tmp_path:
 def test_an_idle_rank_is_lost_if_another_needs_it(tmp_path: Path) -> None:
     (lost,), state = findings(tmp_path, "spawn", "kept", "kill_a_rank_that_another_waits_for")
     assert (lost["kind"], lost["culprits"], state) == ("rank_lost", [1], "failed")
+
+
+LEAVES = """
+import os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for _ in range(20):
+    dist.all_reduce(torch.ones(10))
+    time.sleep(0.1)
+dist.destroy_process_group()
+os._exit(5)
+"""
+
+
+def test_a_rank_that_ends_itself_with_a_code_has_not_ended_normally(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    env = {"DISTDIAG": "1", "DISTDIAG_RUN_DIR": str(tmp_path / "run")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "leaves.py"]
+    with start(command, cwd=tmp_path, env=env) as job:
+        assert job.wait() != 0, job.tail()
+        closed(tmp_path / "run")
+    found = [
+        json.loads(text) for (text,) in rows(tmp_path / "run", "SELECT json FROM finding WHERE severity = 'error'")
+    ]
+    assert [f["kind"] for f in found] == ["rank_lost"] and "ended with exit code 5" in found[0]["message"]

@@ -65,7 +65,7 @@ def test_a_groups_own_class_is_asked_for_nothing() -> None:
 
 def test_a_hooks_counters_become_numbers_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (group_counters, flight_recorders):
-        monkeypatch.setattr(module, "of_torch", lambda pg, name: getattr(pg, name, ()))
+        monkeypatch.setattr(module, "of_torch", lambda pg, name, otherwise=(): getattr(pg, name, otherwise))
     backend = Counting()
     group = Group(backend, GroupSlot(), 0, [0, 1])
     group.hook = Hook("nccl2", 0, True)

@@ -15,7 +15,7 @@ from distdiag.recorder.hooks.group_counters import Batch, Group, Groups
 @pytest.fixture(autouse=True)
 def groups_are_not_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (group_counters, flight_recorders):
-        monkeypatch.setattr(module, "of_torch", lambda pg, name: getattr(pg, name, ()))
+        monkeypatch.setattr(module, "of_torch", lambda pg, name, otherwise=(): getattr(pg, name, otherwise))
 
 
 class Gloo:

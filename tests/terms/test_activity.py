@@ -18,6 +18,7 @@ def test_the_screen_words_every_activity(word: str) -> None:
 
 
 def test_the_line_refines_what_the_frame_shows() -> None:
+    assert refined("lock", "debugpy.wait_for_client()") == "debugger"
     assert refined("lock", "item = inbox.get()") == "queue"
     assert refined("lock", "pool.map(work, parts)") == "worker"
     assert refined("socket", "subprocess.run(['sync'])") == "process"

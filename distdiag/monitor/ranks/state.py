@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM
+from signal import SIGBUS, SIGFPE, SIGHUP, SIGILL, SIGINT, SIGQUIT, SIGSEGV, SIGTERM
 from typing import Any
 
 from distdiag import source_files
@@ -61,6 +61,7 @@ _WRITTEN = ("rank", "node", "local_rank", "pid", "step")  # in the header, under
 _sampled, _written = attrgetter(*_SAMPLED), attrgetter(*_WRITTEN)
 # A handler of these signals that ends the script does so with 128 + their number, by convention.
 _BY_HANDLER = {128 + n: int(n) for n in (SIGTERM, SIGINT, SIGHUP, SIGQUIT)}
+_TEARDOWN_CRASHES = (SIGSEGV, SIGBUS, SIGILL, SIGFPE)
 
 
 def _of_exit(code: int) -> tuple[str, int | None, int | None]:
@@ -150,9 +151,11 @@ class RankView:
 
         By the newest sample; before the first one after it left, the line that leaves them may be the last.
         """
-        h = self.header
+        h, end = self.header, self.ending
         if h.life == LifeWord.LEFT_GROUP:
-            return not (h.stack_ns and h.stack_depth)
+            # a launcher may end a rank that was seen at rest with any code; before that, the code is its own (`os._exit`)
+            own = end is not None and ((end.exit_code and not h.stack_ns) or end.signal in _TEARDOWN_CRASHES)
+            return not own and not (h.stack_ns and h.stack_depth)
         return h.life == LifeWord.RUNNING and bool(h.stack_ns) and not h.stack_depth and not h.blocked
 
     def state(
