@@ -13,7 +13,6 @@ from typing import Any
 from distdiag.sources.logs import slow
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line
 from distdiag.sources.logs.join import same_port
-from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import MESSAGES
 from distdiag.sources.logs.writers import Writer, apart
@@ -49,8 +48,8 @@ class Learned:
         begun_by: The command by which a shell started the job, without what is another one for each launch.
     """
 
-    def __init__(self, found: Collected, later: Later, seen: dict[tuple[object, ...], int]) -> None:
-        self.found, self.later, self._seen = found, later, seen
+    def __init__(self, found: Collected, seen: dict[tuple[object, ...], int]) -> None:
+        self.found, self._seen = found, seen
         self.run: tuple[int, int] = (0, 0)
         self.stopped: tuple[Path, tuple[int, int]] | None = None
         self.stopped_at: tuple[str, float] | None = None
@@ -235,7 +234,7 @@ class Learned:
             self.next_run(launch=True)
 
     def again(self, of: Of, line: Line) -> None:
-        self.later.restarts[line.path] = line.number
+        self.found.ends[line.path].restart = line.number
 
     def restart(self, of: Of, line: Line) -> None:
         self.again(of, line)

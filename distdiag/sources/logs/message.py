@@ -24,6 +24,9 @@ class Role(StrEnum):
 C, W, V, S, X, E, F, H = (
     Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.STOP, Role.EXIT, Role.FACT, Role.HINT,
 )  # fmt: skip
+# exceptions of a launcher, or those by which a rank fails after others
+FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
+              "ActorDiedError", "EngineDeadError", "CancelledError", "DeadlockDetectedException", "SystemExit", "ProcessExitedException")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -303,7 +303,7 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     victims = sorted(blamed.waiting(found, facts).difference(culprits))
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
-    bar = next((found.bars[f.path] for f in facts if found.bars.get(f.path)), "")
+    bar = found.moving(facts)
     fields |= {"bar": f"; a progress bar moved on while they waited ({bar})" if bar else ""}
     fields |= row.more(facts) | _of_job(found) | {"settings": _settings(found)}
     kind, _, cause = row.kind.partition("/")

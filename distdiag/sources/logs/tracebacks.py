@@ -11,7 +11,7 @@ from distdiag.sources.dumps.entries import user_site
 from distdiag.sources.logs.build import OF_NODE
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.meanings import LOG, LOGS
-from distdiag.sources.logs.message import Role
+from distdiag.sources.logs.message import FOLLOWERS, Role
 from distdiag.sources.logs.patterns import TABLE
 from distdiag.sources.logs.writers import Writer
 from distdiag.terms.untrusted import bounded, is_rank, numbers
@@ -88,9 +88,6 @@ _RAY = bounded(
 )  # what follows is its traceback
 _LISTED = bounded(r"ranks: ?dict_keys\(\[([\d, ]{1,900})\]")
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
-# exceptions of a launcher, or those by which a rank fails after others
-FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
-              "ActorDiedError", "EngineDeadError", "CancelledError", "DeadlockDetectedException", "SystemExit", "ProcessExitedException")  # fmt: skip
 # exceptions by which a program asks what there is: the one that its handler raises shows more
 _QUESTIONS = ("KeyError", "AttributeError", "IndexError", "StopIteration", "Empty")
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence

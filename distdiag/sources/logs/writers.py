@@ -80,6 +80,7 @@ _MESSAGE_KEYS = (
 )  # fmt: skip
 _TIME_KEYS = ("timestamp", "@timestamp", "time", "ts", "t", "asctime")
 DAY_S = 86_400
+Time = tuple[str, float]  # clock, seconds
 _MEASURED = ("loss", "grad_norm")
 _SIGNS = {*_TIME_KEYS, "level", "lvl", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}
 
@@ -109,7 +110,7 @@ class Writer:
     process: str = ""
     label: str = ""
     pid: int | None = None
-    at: tuple[str, float] | None = None
+    at: Time | None = None
     loose: bool = False  # torch has not written its rank: it may be a node's, in front of each line of a launcher
     repeated: int = 0  # lines equal to this one, of other processes, that Ray left out
     mild: bool = False  # torch itself logs it as info or warning
@@ -282,7 +283,7 @@ def _process(head: str, out: Writer) -> None:
         out.pid = int(next(filter(None, m.groups())))
 
 
-def time_of(text: str) -> tuple[str, float] | None:
+def time_of(text: str) -> Time | None:
     """Return the clock and the seconds that the begin of a line shows; None if it shows none.
 
     Times of one clock can be compared: those of torch's C++ code, those with a zone (`utc`), and those without. Of the others,
@@ -312,7 +313,7 @@ def time_of(text: str) -> tuple[str, float] | None:
     return clock, seconds + (ahead if zone[0] == "-" else -ahead)
 
 
-def apart(a: tuple[str, float], b: tuple[str, float]) -> float:
+def apart(a: Time, b: Time) -> float:
     """Return the seconds from one time to another; what their zones, if they show none, may add is not known."""
     if {a[0], b[0]} & {"c10", "syslog"}:
         half = 183 * DAY_S
@@ -320,7 +321,7 @@ def apart(a: tuple[str, float], b: tuple[str, float]) -> float:
     return b[1] - a[1]
 
 
-def _in_any_year(at: tuple[str, float]) -> float:
+def _in_any_year(at: Time) -> float:
     days, rest = divmod(at[1], DAY_S)
     day = date.fromordinal(min(max(1, int(days)), date.max.toordinal()))
     return day.replace(year=ANY_YEAR).toordinal() * DAY_S + rest
