@@ -17,11 +17,9 @@ from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait, call_at
 from distdiag.sources.dumps.culprits import Blame, one_more
-from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load_report import LoadReport
-from distdiag.sources.dumps.running import APART_S, MOVING_S
-from distdiag.sources.dumps.times import DUMPED_WITHIN_S, written_at_timeout
-from distdiag.sources.dumps.working import Working
+from distdiag.sources.dumps.running import APART_S, MOVING_S, Working
+from distdiag.sources.dumps.times import DUMPED_WITHIN_S, LateRanks, written_at_timeout
 from distdiag.terms.operations import synchronizes
 from distdiag.terms.units import duration
 

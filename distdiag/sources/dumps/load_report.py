@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import Call, Site
-from distdiag.sources.dumps.late_ranks import LateRanks
-from distdiag.sources.dumps.times import Times
+from distdiag.sources.dumps.times import LateRanks, Times
 
 
 @dataclass

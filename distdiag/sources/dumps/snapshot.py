@@ -15,14 +15,13 @@ from distdiag.diagnosis.model.snapshot import Call, CompletedConflict, Life, Ran
 from distdiag.diagnosis.model.visits import Visits
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import conflict_at
-from distdiag.sources.dumps import late_ranks
 from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.entries import Entry, by_hook, helpers_of, time_ns, user_site, user_stack
 from distdiag.sources.dumps.groups import Groups, group_of
 from distdiag.sources.dumps.load_report import LoadReport
 from distdiag.sources.dumps.messages import match
 from distdiag.sources.dumps.scan import Scan
-from distdiag.sources.dumps.times import GAP_ENTRIES, GAPS_SEEN, times_of
+from distdiag.sources.dumps.times import BEFORE, GAP_ENTRIES, GAPS_SEEN, late_ranks, times_of
 from distdiag.terms.operations import synchronizes
 from distdiag.terms.untrusted import short_text
 
@@ -66,7 +65,7 @@ class SnapshotBuilder(Groups):
             for scan in (scan for scans in self.scans.values() for scan in scans):
                 scan.helpers = helpers
         looks_back = bool(floor) and few
-        before = CALLS_BEFORE if looks_back else late_ranks.BEFORE
+        before = CALLS_BEFORE if looks_back else BEFORE
         since = {group: seq - before for group, seq in floor.items()}
         matched = match(self.messages, self.in_order, self.t0_ns, few)
         self.report.unmet, self.report.unequal = matched.unmet, matched.unequal
@@ -95,7 +94,7 @@ class SnapshotBuilder(Groups):
             t_s=t, world_size=self.world_size, ranks=ranks, groups=self.groups, source="dumps",
             completed_conflicts=self._completed_conflicts(),
         )  # fmt: skip
-        self.report.late = late_ranks.find(found, self.report.timeouts_s)
+        self.report.late = late_ranks(found, self.report.timeouts_s)
         return _with_open_conflicts(found, uncounted)
 
     def _positions(self) -> dict[int, dict[str, tuple[int, int]]]:

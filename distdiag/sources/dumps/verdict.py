@@ -23,11 +23,10 @@ from distdiag.sources.dumps import culprits as dump_stalls
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.files import find, likely
 from distdiag.sources.dumps.findings import Findings
-from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load import load
 from distdiag.sources.dumps.load_report import LoadReport
-from distdiag.sources.dumps.running import was_running
-from distdiag.sources.dumps.working import find as still_working
+from distdiag.sources.dumps.running import still_working, was_running
+from distdiag.sources.dumps.times import LateRanks
 from distdiag.sources.stacks.calls import Position
 
 LIMITS = guard.Limits()

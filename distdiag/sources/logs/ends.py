@@ -213,37 +213,27 @@ class FileEnd:
             text = plain(raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace"))
             started = started or before or self._starts(text)
             for message, who in messages(text):
-                self._read(number, message, who, before, before and number < (after or 0), source, nth <= FEW)
+                key, progress = (who.rank, who.task), _progress(message)
+                self._loss(number, message, who)
+                if not source:
+                    self._said(key, message, before and number < (after or 0))
+                self._finish(number, message, progress is not None)
+                if progress:
+                    self._stepped.add(key)
+                elif key not in self._stepped and _FATAL.search(message) and not _passes(message, who):
+                    self.fatal.setdefault(key, (number, PREFIX.sub("", message).strip()))
+                if "Exception ignored in" in message:
+                    self.error = None
+                if nth <= FEW and _LAST_ERROR.search(message) and not _passes(message, who):
+                    self.error = number, message.strip(), who
+                if before:
+                    self._before(number, message, progress)
+                elif not source:
+                    self._line(number, message, who, progress)
+                shown = before or (progress is not None and not source)
+                if shown and who.rank is None and (m := _BAR.search(message)) is not None:
+                    self.bars.append((number, m))
         return budget
-
-    def _read(self, number: int, text: str, who: Writer, before: bool, earlier: bool, source: bool, last: bool) -> None:
-        """Read one message.
-
-        Args:
-            before: It is not after the first failure.
-            earlier: It is before that.
-            source: It is a line of source code in a traceback.
-            last: It is one of the last lines.
-        """
-        key, progress = (who.rank, who.task), _progress(text)
-        self._loss(number, text, who)
-        if not source:
-            self._said(key, text, earlier)
-        self._finish(number, text, progress is not None)
-        if progress:
-            self._stepped.add(key)
-        elif key not in self._stepped and _FATAL.search(text) and not _passes(text, who):
-            self.fatal.setdefault(key, (number, PREFIX.sub("", text).strip()))
-        if "Exception ignored in" in text:
-            self.error = None
-        if last and _LAST_ERROR.search(text) and not _passes(text, who):
-            self.error = number, text.strip(), who
-        if before:
-            self._before(number, text, progress)
-        elif not source:
-            self._line(number, text, who, progress)
-        if who.rank is None and (before or (progress and not source)) and (m := _BAR.search(text)) is not None:
-            self.bars.append((number, m))
 
     def _starts(self, text: str) -> bool:
         """True if a line is a shell's command that may start a job; after one that shows another file, drop what was read."""
