@@ -19,6 +19,7 @@ from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables, rank_of
 from distdiag.sources.logs.tracebacks import PASSES_OVER, PREFIX, PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
+from distdiag.terms.ranks import grouped
 from distdiag.terms.untrusted import bounded, is_rank
 
 MAX_FACTS = 50_000
@@ -139,10 +140,8 @@ class Collector:
         """Return the facts of a file's last launch, and of its last attempt that failed by itself, not by what one before left."""
         launches = {f.run[0] for f in facts if f.role is not Role.HINT}
         launch = max(launches, default=0)
-        attempts: dict[int, list[Fact]] = {}
-        for f in facts:
-            if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT):
-                attempts.setdefault(f.run[1], []).append(f)
+        here = (f for f in facts if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT))
+        attempts = grouped((f.run[1], f) for f in here)
         follow = set[int]()
         attempt = max(attempts, default=0)
         while len(attempts) > 1 and (own := [f for f in attempts[attempt] if f.role is Role.CAUSE]):

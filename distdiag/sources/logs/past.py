@@ -15,6 +15,7 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import KERNEL, active_again
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.writers import Time, apart
+from distdiag.terms.ranks import grouped
 from distdiag.terms.untrusted import MAX_INT, bounded
 
 OWN_LINES, NAMELESS = 1, 3  # lines of progress after which a failure is past: of its process, of no name
@@ -93,9 +94,7 @@ def split(found: Collected) -> tuple[list[Fact], list[Fact]]:
     final = [f for f in named if not ends[f.path].went_on(f.line)]  # the job ended with these, or hung
     over: dict[Path, int] = {}  # the line at which a launcher saw a run end, before the last one
     of_ranks = with_steps & found.of_file.keys()
-    finals: dict[Path, list[int]] = {}
-    for end in final:
-        finals.setdefault(end.path, []).append(end.line)
+    finals = grouped((f.path, f.line) for f in final)
     causes = {f.path: f.line for f in sorted(left, key=lambda f: f.line) if f.role is Role.CAUSE}  # the last ones
     for f in (f for f in left if f.role is not Role.STOP):
         end, until = ends[f.path], min((line for line in finals.get(f.path, ()) if line >= f.line), default=None)
@@ -132,12 +131,9 @@ def _of_programs(facts: Sequence[Fact], ends: Ends) -> set[int]:
     No process of the job has their number: it comes further between different ones, and after them. Ranks that fail one after
     another leave the others in the same step.
     """
-    raised: dict[Path, list[Fact]] = {}
-    for f in facts:
-        if f.name == "exception" and f.uncaught and names_of(f.who, f.rank) == [NO_NAME]:
-            raised.setdefault(f.path, []).append(f)
+    raised = (f for f in facts if f.name == "exception" and f.uncaught and names_of(f.who, f.rank) == [NO_NAME])
     out = set[int]()
-    for path, own in raised.items():
+    for path, own in grouped((f.path, f) for f in raised).items():
         moved = [-line for line, _ in ends[path].moved]
         until = [*(f.line for f in own[1:]), MAX_INT]
         lasted = [f for f, end in zip(own, until, strict=True) if any(f.line < line < end for line in moved)]
