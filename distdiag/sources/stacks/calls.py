@@ -91,16 +91,11 @@ def position(stack: Stack, source: Source = no_source, still: bool = True) -> Po
 
 
 class Feeder(msgspec.Struct, frozen=True):
-    """The one other thread of a rank that may fill the queue in which its main thread waits.
+    """The one other thread of a rank that may fill the queue in which its main thread waits."""
 
-    Attributes:
-        name: As the process calls it; empty where not known.
-        activity: What it does, as in `Position`.
-    """
-
-    name: str
+    name: str  # as the process calls it; empty where not known
     site: Site | None
-    activity: str
+    activity: str  # what it does, as in `Position`
 
 
 def feeder(process: Process, where: Position, source: Source = no_source) -> Feeder | None:
