@@ -92,11 +92,11 @@ class Collector:
         out, bounds, left = self.result, self._bounds, ends.MOST_LINES
         for path in self.paths:
             first, number = len(out.facts), 0
+            bounds.start(path)
             try:
                 if refused and str(path) in refused:
                     raise OSError(refused[str(path)])
                 announce(str(path), stored_bytes(path))
-                bounds.start(path)
                 for number, text in lines.lines(path, bounds, self._wrapped.get(path)):
                     for message, who in messages(plain(text)):
                         self._read_line(path, number, message[:MAX_MESSAGE], who)
