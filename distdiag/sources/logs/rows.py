@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, shortened
 from distdiag.sources.logs import blamed, meanings
-from distdiag.sources.logs.build import ENDED, Fields, finding, job_ranks, last_words, library, some, who
+from distdiag.sources.logs.build import ENDED, Fields, fewer, finding, job_ranks, last_words, library, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import HERE, first_site
 from distdiag.terms.units import rough_time
@@ -90,7 +90,7 @@ LATE_ROWS = (
         "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier"),
     *(Row(name, kind, "Horovod's ranks wait for each other: {few} did not submit what the others wait for{few_lack}, and {many} did not submit what the first ones wait for{many_lack}", _UNEVEN.format(who="its ranks"),
         ("{culprits} did not submit what Horovod's other ranks wait for{few_lack}, but another operation{many_lack}, which these did not: the program took another way there", _UNEVEN.format(who="{culprits}")),
-        when=lambda facts: bool(blamed.without_each_other(facts)), blames=blamed.smaller_side, more=blamed.of_sides) for name, kind in (("horovod_stall", "stall/unknown"), ("horovod_late", _LATE))),
+        when=lambda facts: bool(blamed.without_each_other(facts)), blames=lambda _found, facts: fewer(blamed.without_each_other(facts)), more=blamed.of_sides) for name, kind in (("horovod_stall", "stall/unknown"), ("horovod_late", _LATE))),
     Row("horovod_stall", "stall/unknown", "{culprits} did not submit what Horovod's other ranks wait for: its stall inspector reports it",
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call", blames=blamed.missing),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
@@ -123,7 +123,7 @@ LATE_ROWS = (
     Row("load_wait", _LATE, "{who} had loaded its part of the model, and waited{at} in vain for other ranks to load theirs",
         "read the logs of the other nodes' ranks: one failed there, or its storage is slow; {who} is not the cause"),
     Row("jax_backend jax_key", "rank_lost/crashed", "{who} found no accelerator: {what}; it then waited in vain for other processes of JAX, which have other devices", _ONE_JAX,
-        when=lambda facts: blamed.alone_without_device(facts), blames=blamed.themselves),
+        when=blamed.alone_without_device, blames=blamed.themselves),
     Row("jax_key jax_backend", _LATE, "{culprits} did not publish its devices to JAX's other processes, where {who} {waits} for it{at} ({key}); {culprits} itself printed: {printed}",
         _ONE_JAX,
         when=lambda facts: blamed.own_of_awaited(facts) != "", blames=blamed.without_key, more=lambda facts: {"printed": shortened(blamed.own_of_awaited(facts), 160)}),

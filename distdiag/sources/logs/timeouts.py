@@ -235,7 +235,7 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     if absent:
         who, they = rank_list(absent), verb(absent, "it", "they")
         if (came := _came_later(found, absent, waiting)) is not None:
-            took = max((found.took[r] for r in absent if r in found.took), default=(0.0, ""))
+            took = max((took for r, took in found.took.items() if r in absent), default=(0.0, ""))
             what = f" (it printed `{shortened(took[1], 80)}`)" if took[0] > LATE_S else ""
             return _timed_out(group, waiting, f"{start}; {who} came{at(came)} only after that{what}",
                          f"do what {who} did before that call asynchronously or on all ranks, or give the group a longer timeout (init_process_group, new_group)", absent)  # fmt: skip

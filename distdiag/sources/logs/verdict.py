@@ -85,8 +85,7 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     (found.facts if met else found.past).extend(earlier)
     found.past += (f for f in over if f.name != "store_waiting")  # torch's line of information, no failure
     past.name_shared_stores(found)
-    stepped_at = {path: end.stepped_at or 0 for path, end in found.ends.items()}
-    found.facts = [f for f in found.facts if f.name != "oom_caught" or f.line > stepped_at[f.path]]
+    found.facts = [f for f in found.facts if f.name != "oom_caught" or f.line > (found.ends[f.path].stepped_at or 0)]
     found.ranks |= {rank for _, rank in found.losses if rank is not None}
     found.ended = bool(found.late_stop) or _ended_well(found)
     failed = {f.path for f in found.facts}
@@ -116,9 +115,9 @@ def _drop_late_stop(found: Collected) -> None:
     if not exits.only_stopped(found):
         return
     stops = sorted((f for f in found.facts if f.role in (Role.STOP, Role.EXIT)), key=lambda f: f.role is not Role.STOP)
-    done = {path: bool(end.finished) and found.steps for path, end in found.ends.items()}
-    of_ranks = [path for path, end in found.ends.items() if end.progress]
-    if all(done[f.path] for f in stops) or (of_ranks and all(done[path] for path in of_ranks)):
+    done = [found.ends[f.path].finished for f in stops]
+    of_ranks = [end.finished for end in found.ends.values() if end.progress]
+    if found.steps and (all(done) or (of_ranks and all(of_ranks))):
         found.late_stop = stops[0]
         found.facts = [f for f in found.facts if f not in stops]
 
@@ -368,19 +367,20 @@ def _last_error(found: Collected) -> list[Finding]:
 
 def _nan(found: Collected, failed: bool = False) -> list[Finding]:
     """Return the finding on a loss that became NaN; one NaN counts only if the job failed."""
-    nan = {key: loss for key, loss in found.losses.items() if loss.times > 1 - failed}
+    losses = found.losses
+    nan = {key: loss for key, loss in losses.items() if loss.times > 1 - failed}
     if not nan:
         return []
     first = min(nan, key=lambda key: (-nan[key].times, nan[key].line))
-    ranks = {found.of_file.get(key[0]) if key[1] is None else key[1]: nan.get(key) for key in found.losses}
-    if len(nan) < len(found.losses):
+    ranks = {found.of_file.get(key[0]) if key[1] is None else key[1]: nan.get(key) for key in losses}
+    if len(nan) < len(losses):
         blamed = [r for r, loss in ranks.items() if loss is not None]
     else:
         most = [r for r, loss in ranks.items() if loss is not None and loss.times == nan[first].times]
         blamed = most if len(most) < len(ranks) and all(loss.finite for loss in nan.values()) else []
     culprits = [] if None in blamed else [r for r in blamed if r is not None]
     path, line = first[0], nan[first].line
-    who = f" on {rank_list(sorted(culprits))}{' first' if len(nan) == len(found.losses) else ''}" if culprits else ""
+    who = f" on {rank_list(sorted(culprits))}{' first' if len(nan) == len(losses) else ''}" if culprits else ""
     what = Fact("nan", Role.CAUSE, {}, Writer(), path, line, 0)
     step = f" (step {nan[first].step})" if nan[first].step else ""
     return [finding("nonfinite", "loss", [what], f"{nan[first].shown}{who}, from line {line:,} of {path.name}{step} on",
