@@ -196,11 +196,9 @@ class Collected:
 
     def moving(self, facts: Iterable[Fact]) -> str:
         """Return which progress bar moved on while ranks of a file waited; empty if none did."""
-        for path in dict.fromkeys(f.path for f in facts):
-            first = next((f for f in self.facts if f.path == path and f.role is Role.WAIT), None)
-            if first is not None and (bar := self.ends[path].moving(first.line)):
-                return bar
-        return ""
+        first = {f.path: f.line for f in reversed(self.facts) if f.role is Role.WAIT}
+        paths = (path for path in dict.fromkeys(f.path for f in facts) if path in first)
+        return next(filter(None, (self.ends[path].moving(first[path]) for path in paths)), "")
 
     def host_of(self, ranks: set[int]) -> set[str]:
         """Return the one host of these ranks; empty if they have several, or the log does not show it."""
