@@ -135,10 +135,8 @@ def last_words(found: Collected, ranks: Collection[int], others: Iterable[int] =
         before = found.last_lines(earlier=True)
         theirs = {q: before.get(q, "") for q in others}
         same = {_OF_RANK.sub("", line) for line in theirs.values()} - {_OF_RANK.sub("", text)}
-        rest = (
-            f", that of {rank_list(sorted(theirs))} `{shortened(min(theirs.values()), LONG)}`"
-            if len(same) == 1 and all(theirs.values())
-            else ""
-        )
+        rest = ""
+        if len(same) == 1 and all(theirs.values()):
+            rest = f", that of {rank_list(sorted(theirs))} `{shortened(min(theirs.values()), LONG)}`"
         return f"; {whose} is `{shortened(text, LONG)}`{rest}"
     return ""

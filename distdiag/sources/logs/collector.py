@@ -46,9 +46,8 @@ _OF_LAUNCHER = bounded(r"torch/distributed/(?:run|launcher/\w+|elastic/(?:agent|
 # a process of vLLM or SGLang
 _ENGINE = bounded(r"(?:Engine_?[Cc]ore|Worker[_ ](?:DP|PP|TP|EP)\d|VllmWorker|(?:DP|PP|TP|EP)\d)")
 _STATE_LINES = 5
-_TURN = bounded(
-    r"<\|(?:im_start|start_header_id)\|>(?P<who>\w{1,20})|<\|(?:im_end|eot_id|end_of_text)\|>"
-)  # a begin, or an end
+# a begin, or an end
+_TURN = bounded(r"<\|(?:im_start|start_header_id)\|>(?P<who>\w{1,20})|<\|(?:im_end|eot_id|end_of_text)\|>")
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip|name): \[?(?P<value>[\w.:]{1,60})")

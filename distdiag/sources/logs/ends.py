@@ -40,9 +40,8 @@ _NO_PROGRESS = bounded(
 # an error that a program logs, with the time and level of a logger: it went on after that
 _LOGGED = bounded(r"\d\d:\d\d:\d\d.{0,60}?\bERROR\b(?!.{0,99}(?:Traceback|distributed[./]elastic))")
 _RULE = bounded(r"^(?:\[[^\]]*\]:? ?|(?:Rank )?\d{1,6}: )?[^\w`]*$")  # a line that only separates others
-_OF_LIBRARY = bounded(
-    r"NCCL INFO|\.(?:cpp|cc):\d|Missing ranks:|/site-packages/|WARN|[Ww]arning\b|OMP_NUM_THREADS"
-)  # not a line of the program
+# not a line of the program
+_OF_LIBRARY = bounded(r"NCCL INFO|\.(?:cpp|cc):\d|Missing ranks:|/site-packages/|WARN|[Ww]arning\b|OMP_NUM_THREADS")
 PREFIX = bounded(r"^(?:\d{1,6}: )?(?:\[[^\]]*\](?:<std\w{3}>)?:? ?){0,3}")
 _TOOK = bounded(r"\b(?:in|took|after) (?P<s>\d{1,6}(?:\.\d{1,6})?) ?s(?:ec(?:onds)?)?\b")
 # an error of the last lines: an exception, or what a tool reports; a program that tries again, or only warns, has not ended by it
@@ -71,9 +70,8 @@ _MEASURED = bounded(
 # how a trainer shows it that leaves NaN out of the loss
 _ZERO = bounded(r"\bloss['\"]?[\s:=]{1,4}0(?:\.0{1,9})?(?![\d.e]).{0,80}?\bgrad_?norm['\"]?[\s:=]{1,4}nan\b")
 _BUT = r"(?!.{0,60}(?:(?<!without )(?<!no )error(?!s?\W{1,2}(?:None|0)\b)|fail|code:? ?-?[1-9]|killed|signal|cancel))"
-_AGENT = bounded(
-    r"worker group successfully finished|WorkerState\.SUCCEEDED"
-)  # of torchrun: then only its shutdown follows
+# of torchrun: then only its shutdown follows
+_AGENT = bounded(r"worker group successfully finished|WorkerState\.SUCCEEDED")
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; perhaps only of a part of the job; of its
 # launcher; of one process
 _WELL = (

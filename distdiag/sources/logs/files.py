@@ -162,9 +162,8 @@ def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:
         out = workers
     name_ranks(files)
     named = {f.path: f.rank for f in files if f.rank is not None and is_rank(f.rank)}
-    numbers = sets_of(
-        (_shape(path), rank) for path, rank in named.items()
-    )  # of files whose names differ in a number only
+    # of files whose names differ in a number only
+    numbers = sets_of((_shape(path), rank) for path, rank in named.items())
     consecutive_ones = {s for s, ranks in numbers.items() if len(ranks) > 1 and max(ranks) <= len(ranks)}
     for path, rank in named.items():
         consecutive = _shape(path) in consecutive_ones

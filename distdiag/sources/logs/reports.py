@@ -192,11 +192,8 @@ def _fingerprints(facts: list[Fact]) -> Finding:
     message = f"ranks made different calls in one collective: {', '.join(texts)}{at(site)}{skipped}"
     call = CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None
     buckets = cause == "shape" and a.get("op") == "all_reduce" and any(f.in_backward for f in facts)
-    advice = (
-        _GRADIENTS.format(who=rank_list(sorted(culprits)) if culprits else "some ranks")
-        if buckets
-        else same_calls(culprits)
-    )
+    who = rank_list(sorted(culprits)) if culprits else "some ranks"
+    advice = _GRADIENTS.format(who=who) if buckets else same_calls(culprits)
     return _differ("mismatch", cause, facts, sides.values(), message, advice, collective=call)
 
 

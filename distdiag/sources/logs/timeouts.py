@@ -353,13 +353,9 @@ def _of_calls(waiting: Waits) -> str:
     ops = {w.op for w in waiting.values()}
     texts = "".join(f.text for w in waiting.values() for f in w.facts)
     sharded = ops <= {"all_gather_into_tensor", "reduce_scatter_tensor"} or _SHARDED.search(texts)
-    return (
-        OF_PARAMETERS
-        if sharded and "all_gather_into_tensor" in ops
-        else meanings.OF_BATCH
-        if ops <= {*_GATHERS}
-        else ""
-    )
+    if sharded and "all_gather_into_tensor" in ops:
+        return OF_PARAMETERS
+    return meanings.OF_BATCH if ops <= {*_GATHERS} else ""
 
 
 def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:

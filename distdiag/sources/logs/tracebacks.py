@@ -60,9 +60,8 @@ _UNPICKLES = bounded(
     r" (?:_tensor_to_object|_?unpickler?|find_class)$|/(?:pickle|cloudpickle)\.py (?:load|loads|find_class)$|/torch/serialization\.py _?load$"
 )
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
-_HOOK = bounded(
-    r"\[rank\d{1,6}\]: $"
-)  # torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
+# torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
+_HOOK = bounded(r"\[rank\d{1,6}\]: $")
 # functions that load a checkpoint of the job; and those that load the weights of a model that was fetched
 _RESUMES = bounded(r"load_(?:\w{1,20}_)?(?:checkpoint|ckpt|optim)|(?:^|_)(?:resume|restore)")
 _DOWNLOADED = bounded(r"from_pretrained|_and_dispatch")
@@ -83,9 +82,8 @@ PASSES_OVER = bounded(
 # of a barrier of JAX: the processes that did not come, one a line
 _TASKS = bounded(r"(?:# of tasks that|The first task at|/job:\S{1,200}/task:(?P<task>\d{1,6})$)")
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
-_RAY = bounded(
-    r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})"
-)  # what follows is its traceback
+# what follows is its traceback
+_RAY = bounded(r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})")
 _LISTED = bounded(r"ranks: ?dict_keys\(\[([\d, ]{1,900})\]")
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
 # exceptions by which a program asks what there is: the one that its handler raises shows more

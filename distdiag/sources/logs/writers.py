@@ -26,13 +26,11 @@ _GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
 )
 _LOCAL = bounded(r"(?:^|\s)\[(default|worker|trainer|agent|none)(\d{1,4})\]:", re.IGNORECASE)
-_MPI = bounded(
-    r"\[\d+,(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,253}))?\]<std(?:out|err)>"
-)  # SageMaker adds names
+# SageMaker adds names
+_MPI = bounded(r"\[\d+,(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,253}))?\]<std(?:out|err)>")
 _SRUN = bounded(r"^\s*(\d{1,6}): ")
-_HOST_FIRST = bounded(
-    r"^\S{8,12}[ T]\S{6,20} \[(?P<host>[A-Za-z][\w.-]{0,99})\]\[(?P<nth>\d{1,5})\] (?=[A-Z]{4,8}\b)"
-)  # time, host, number
+# time, host, number
+_HOST_FIRST = bounded(r"^\S{8,12}[ T]\S{6,20} \[(?P<host>[A-Za-z][\w.-]{0,99})\]\[(?P<nth>\d{1,5})\] (?=[A-Z]{4,8}\b)")
 _BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
 _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
