@@ -91,7 +91,7 @@ class Message:
     whole_node: bool = False  # all ranks of the node are lost
     of_program: bool = False  # if all ranks have it, the program or its settings are the cause
     of_group: bool = False  # its numbers of ranks are those of a group
-    once: str = ""  # "host" or "file": its lines there, whatever they say, are one event
+    once: str = ""  # "host" or "job": its lines there, whatever they say, are one event
     by_text: bool = False  # what to do depends on the text of its line
     aborts: bool = False  # torch aborts the process that reported it
     unstarted: bool = False
