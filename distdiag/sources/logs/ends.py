@@ -173,9 +173,8 @@ class FileEnd:
     error: tuple[int, str, Writer] | None = None  # of its last lines
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
     stepped_at: int | None = None  # the last line of progress before a failure
-    over: tuple[int, str] | None = (
-        None  # the line that says so before the first failure, if it is later than all progress
-    )
+    # the newest words of an end before the first failure: number and text; (0, "") if progress is newer
+    over: tuple[int, str] | None = None
     finished: int | None = None  # the line by which the whole job ended well; 0 if none did
     tested: bool = False  # it ends with the summary of pytest or unittest
     pace: Pace | None = None
