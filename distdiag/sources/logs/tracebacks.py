@@ -343,20 +343,20 @@ class Tracebacks:
 
         The first one is the reason; one of a known kind counts more than any other.
         """
-        if earlier.name != "exception" and (fact.name == "exception" or not earlier.direct):
+        if earlier.name != "exception" and (fact.name in ("exception", earlier.name) or not earlier.direct):
             self._found.facts.remove(fact)
-            earlier.site, earlier.uncaught = fact.site or earlier.site, fact.uncaught
+            earlier.site, earlier.uncaught = earlier.site or fact.site, fact.uncaught
             return earlier
         self._found.facts.remove(earlier)  # one failure: the process ended with the last exception
         if earlier.name != "exception" or fact.name != "exception":
             return fact
         fact.warned = fact.warned or earlier.warned
         first, last = (f"{f.fields['type']}: {f.fields['what']}".removesuffix(": ") for f in (earlier, fact))
+        fact.site = earlier.site or fact.site
         if earlier.direct or earlier.fields["type"] in _QUESTIONS:
             fact.fields["cause"] = earlier.fields.get("cause", first)
         elif first != last:
-            fact.fields = earlier.fields | {"then": last}
-            fact.text, fact.site = earlier.text, earlier.site or fact.site
+            fact.fields, fact.text = earlier.fields | {"then": last}, earlier.text
         return fact
 
     def _exception(self, m: re.Match[str], innermost: str, line: Line) -> Fact | None:
