@@ -148,7 +148,7 @@ def _of_spawned(found: Collected) -> None:
         first.setdefault(label, set()).add(rank)
     for (label, pid), local in found.local_of.items():
         ranks = first.get(label, {-1})
-        if label and len(ranks) == 1 and min(ranks) >= 0 and is_rank(rank := min(ranks) + local):
+        if label and pid and len(ranks) == 1 and min(ranks) >= 0 and is_rank(rank := min(ranks) + local):
             found.is_rank_of(int(pid), rank)
             found.on_host.setdefault(label, set()).add(rank)
 
