@@ -50,6 +50,9 @@ _PROGRESS = bounded(
 _STEP = bounded(
     r"^(?=.{0,999}\b(?:loss|lr|grad))(?!.{0,999}\b(?i:eval|valid|test)).{0,999}?(?:\b(?:global_)?(?:[Ss]teps?|[Ii]t(?:er(?:ation)?s?)?)\b\W{0,12}(?P<step>\d{1,9})|[\[ |](?P<bar>\d{1,9})/\d{1,9}(?:\]| \[\d))"
 )
+# warnings of torch's C++ code: at the end of a job they may be many
+_OF_C10 = re.compile(rb"Exception raised from |(?:\[rank\d{1,6}\]:)?\[[IW]\d{4} ")
+_PID = bounded(r"\b[Pp]rocess (\d{1,9})\b")
 _SHOWN = bounded(r"\D{0,30}\d{1,12}(?:\D{1,40}\d{1,12})?")  # how far it is
 _NO_PROGRESS = bounded(
     r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b|\bResult\(metrics="
@@ -92,7 +95,7 @@ _AGENT = bounded(
     r"worker group successfully finished|WorkerState\.SUCCEEDED"
 )  # of torchrun: then only its shutdown follows
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; perhaps only of a part of the job; of its
-# launcher; of one process
+# launcher; of one process, whose work this may have been, or which has ended
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded|\b\w{1,40}Job \S{1,253} (?:is )?successfully completed\b)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|experiment|all (?:epochs|steps))(?: (?:run|job|loop|has|have|is|was|successfully)){0,3} (?:finished(?! (?:iter|epoch|step))|completed|complete(?=\W{0,3}(?:$|\d(?!\d{0,2}%))|[,;.!] [a-z])|done|succeeded)\b)" + _BUT)),
@@ -108,6 +111,7 @@ _WELL = (
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
     ("exit", bounded(r"^(?:\[?[\dT:.,+Z /-]{8,40}\]? ?)?(?:[A-Z]{4,8}:? )?\W{0,9}(?i:(?:the )?(?:launcher|torchrun|srun|mpirun|job|command|script|program|container)?:? ?(?:exit(?:ed)?|return(?:ed)?)[ _-]?(?:with )?(?:code|status)?(?: is)?[ =:]{0,3}0)\W{0,3}$")),
+    ("rank", bounded(r"(?:^|[\]:|)>-] ?)(?:Done|DONE|Finished|FINISHED)[.!]?\s*$")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
 WHOLE = ("job", "file", "agent", "exit")  # of these, nothing is left to do after the line
@@ -142,7 +146,7 @@ class Later:
 
     Attributes:
         progress: Negative numbers of lines with progress, by file and process; those of all processes with None.
-        moved: (negative number of a line, its step) of each file, where that differs from the next one's: of ranks it does not.
+        moved: (negative number of a line, its step) of each file, where that differs from the last one's: of ranks it does not.
         steps: (negative number of a line, training step that it shows) of each file and process.
         well: Last lines by (file, what they speak of) that say that it ended well.
         restarts: The last line of each file by which a launcher started the ranks again, or a step was tried again.
@@ -153,6 +157,8 @@ class Later:
     steps: dict[Path, dict[object, list[tuple[int, int]]]] = field(default_factory=dict)
     well: dict[tuple[Path, str], int] = field(default_factory=dict)
     restarts: dict[Path, int] = field(default_factory=dict)
+    # by file: the processes that have ended well, and their last line
+    quits: dict[Path, dict[tuple[str, object], int]] = field(default_factory=dict)
     begins: dict[Path, Time] = field(default_factory=dict)  # the first time in each file
     times: dict[Path, list[Time]] = field(default_factory=dict)  # of the lines with progress, the last one first
     took: dict[int, tuple[float, str]] = field(default_factory=dict)  # as in `Collected`
@@ -203,8 +209,9 @@ class Later:
                 if most <= 0:
                     return
                 if raw.strip() and not raw.startswith(b"frame #"):  # of the stacks of C++
-                    most, nth = most - 1, nth + 1
-                    self.left -= after is not None
+                    counts = self.left <= 0 or _OF_C10.match(raw) is None
+                    most, nth = most - counts, nth + counts
+                    self.left -= after is not None or not counts
                     last = raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace")
                     code = number > first and b'File "' in raws[number - first - 1]  # a traceback's line of source
                     started = started or before or self._starts(path, plain(last))
@@ -304,7 +311,11 @@ class Later:
     def _line(self, path: Path, number: int, text: str, who: Writer, progress: re.Match[str] | None) -> None:
         shown, self._next = f"{text} {self._next}" if text.startswith("Ran ") else text, text.strip()
         for scope, _ in _words_of_end(text):
-            if scope != "exit" or _names(who, who.rank) == [_NAMELESS]:
+            if scope in ("rank", "process"):
+                pid = _PID.search(text)
+                for name in [("pid", pid[1])] if pid else _names(who, who.rank):
+                    self.quits.setdefault(path, {}).setdefault(name, number)
+            if scope != "rank" and (scope != "exit" or _names(who, who.rank) == [_NAMELESS]):
                 self.well.setdefault((path, scope), number)
         if _OF_END.search(text) is not None and _TESTED.search(shown) is not None:
             self.tests.add(path)
@@ -316,7 +327,9 @@ class Later:
         self._bar(path, number, text, who)
         shown = (at := _SHOWN.match(text, progress.start())) and at[0]
         moved = self.moved.setdefault(path, [])
-        if shown and (not moved or moved[-1][1] != shown):
+        if shown and moved and moved[-1][1] == shown:
+            moved.pop()  # the first line counts: a bar may be drawn again after the end
+        if shown:
             moved.append((-number, shown))
         if who.at is not None:
             self.times.setdefault(path, []).append(who.at)
@@ -355,16 +368,25 @@ class Later:
         """True if a line shows progress, before or after a failure."""
         return self.began or bool(self.progress)
 
-    def ended(self, errors: Collection[tuple[Path, int, str]]) -> bool:
+    def ended(self, errors: Collection[tuple[Path, int, str]], ranks: int) -> bool:
         """True if each file with progress, and one at least, ends with words that the job, its launcher or that file's part ended well.
 
         Args:
             errors: (file, line, text) of the last lines that look like errors.
+            ranks: Those of the job: if so many have ended well, it has, too.
         """
         last = {(path, line) for (path, scope), line in self.well.items() if scope in WHOLE}
+        for path, of_names in self.quits.items():
+            if max(Counter(kind for kind, _ in of_names).values()) >= ranks > 1:
+                last.add((path, max(of_names.values())))
         last -= {(path, line) for path, line in last if any(p == path and number > line for p, number, _ in errors)}
-        ended = {path for path, line in last if not self.after(path, line)}
+        ended = {path for path, line in last if not self.moved_after(path, line)}
         return bool(ended) and ended >= {path for path, _ in self.progress}
+
+    def moved_after(self, path: Path, line: int) -> bool:
+        """True if a file shows after a line progress that it has not shown before."""
+        moved = self.moved.get(path)
+        return -moved[0][0] > line if moved else self.after(path, line) > 0
 
     def went_on(self, path: Path, first: int, last: int | None = None) -> bool:
         """True if more progress than can be in flight is between two lines: a synchronous job makes it only with all its ranks.

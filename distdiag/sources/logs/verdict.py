@@ -89,7 +89,8 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     of_job = {key: loss for key, loss in ends.loss.items() if key[0] not in ends.tests}
     found.losses, found.took, found.steps = of_job, ends.took, ends.has_steps
     found.ranks |= {rank for _, rank in of_job if rank is not None}
-    found.over, found.tests, found.ended = ends.over, ends.tests, bool(found.late_stop) or ends.ended(found.unknown)
+    found.over, found.tests, found.ended = ends.over, ends.tests, bool(found.late_stop)
+    found.ended |= ends.ended(found.unknown, max(len(found.ranks), found.world_size or 0))
     for f in (f for f in found.facts if f.role is Role.WAIT and f.path not in found.bars):
         found.bars[f.path] = ends.moving(f.path, f.line)
 
@@ -105,7 +106,8 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
             if (rank := rank_of(*key)) is not None and (clean := later.PREFIX.sub("", text).strip()):
                 of_rank.setdefault(rank, clean)
     ended_well = {path for path, scope in ends.well if scope != "server"}
-    found.well = {path: line for (path, scope), line in ends.well.items() if scope in later.WHOLE}
+    well = ((path, line) for (path, scope), line in ends.well.items() if scope in later.WHOLE)
+    found.well = {path: line for path, line in well if not ends.moved_after(path, line)}
     failing = {path for path, *_ in ends.fatal}  # an error, and no progress after it: such a server shuts down, too
     for path in {path for path, scope in ends.well if scope == "server"} - failing:
         if all(ends.after(p, number) for p, number, _ in found.unknown if p == path):
@@ -522,6 +524,6 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"
         hangs = f"if the job hangs, `py-spy dump --pid PID` shows where each rank is; {ended}; "
         shows = "it shows what was printed, not what each rank did"
-        seen = "" if judged or found.well else hangs
+        seen = "" if judged or found.well or found.ended else hangs
         notes.append(f"read from a log: {shows}; {seen}`DISTDIAG=1` records the next run")
     return notes
