@@ -109,9 +109,12 @@ def _judge(
             message = found[-1] if findings.one_more() else None
         elif not running:
             found += proofs  # cycles: suspected only, and only if no rank is missing
-    found += absent.without_dump(
-        findings, decided=any(f.severity == Severity.ERROR for f in found), running=bool(running)
-    )
+    decided = any(f.severity == Severity.ERROR for f in found)
+    found += (lost := absent.without_dump(findings, decided, bool(running)))
+    half = 2 * len(loaded.files) <= snapshot.world_size and any(f.culprits for f in lost)
+    unjudged = None
+    if half and not (decided or stopped) and findings.untimed():
+        running, unjudged = None, f"{len(loaded.files):,} of {snapshot.world_size:,} ranks have a dump"
     found += absent.unreadable(findings, given)
     moved = ""
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
@@ -132,6 +135,7 @@ def _judge(
         ranks_seen=len(loaded.files),
         findings=tuple(found),
         notes=tuple(notes),
+        unjudged=unjudged,
     )
 
 
