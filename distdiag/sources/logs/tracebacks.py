@@ -31,6 +31,7 @@ _ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*
 _OUTERMOST = ("<module>", "_run_module_as_main")
 # of a person, or quoted: no launcher starts a rank so; and an import, which a script began and whose error it caught
 _NO_SCRIPT = bounded(r"^<(?:stdin|console|python-input-)|/__init__\.py$")
+_OF_NCCL = bounded(r"\bnccl[A-Z]\w{2,40} failed: ")  # of a library that calls it, as torch's DistBackendError
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _PIPE = "/multiprocessing/connection.py"  # its other end was closed: by a process that ended
 _STARTS = ("/threading.py", "/multiprocessing/popen_fork.py", "/subprocess.py")  # of threads and processes
@@ -377,7 +378,11 @@ class Tracebacks:
         name, role = "exception", Role.CAUSE
         if innermost.endswith(_STARTS) and _NO_MORE.search(text) is not None:
             return self._add("thread_limit", role, {"what": f"{short}: {m['what']}"}, line)
-        if short in ("DistBackendError", "DistNetworkError") or OF_OTHERS.search(text) is not None:
+        if (
+            short in ("DistBackendError", "DistNetworkError")
+            or _OF_NCCL.search(text)
+            or OF_OTHERS.search(text) is not None
+        ):
             name, role = "dist_error", Role.VICTIM
         elif short == "TimeoutError" and innermost.endswith(AWAITS_WORKERS):
             name, role = "rpc_late", Role.WAIT
