@@ -112,9 +112,8 @@ def _judge(
     decided = any(f.severity == Severity.ERROR for f in found)
     found += (lost := absent.without_dump(findings, decided, bool(running)))
     half = 2 * len(loaded.files) <= snapshot.world_size and any(f.culprits for f in lost)
-    unjudged = None
-    if half and not (decided or stopped) and findings.untimed():
-        running, unjudged = None, f"{len(loaded.files):,} of {snapshot.world_size:,} ranks have a dump"
+    few = half and not (decided or stopped) and findings.untimed()
+    running = None if few else running
     found += absent.unreadable(findings, given)
     moved = ""
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
@@ -135,7 +134,7 @@ def _judge(
         ranks_seen=len(loaded.files),
         findings=tuple(found),
         notes=tuple(notes),
-        unjudged=unjudged,
+        unjudged=f"{len(loaded.files):,} of {snapshot.world_size:,} ranks have a dump" if few else None,
     )
 
 
