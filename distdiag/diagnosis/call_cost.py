@@ -12,6 +12,7 @@ from typing import NamedTuple
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, line_at
 from distdiag.diagnosis.text.phrases import at, site_text
+from distdiag.diagnosis.training_data import LARGER
 from distdiag.terms.operations import op_name
 from distdiag.terms.units import counted, percent, size_text
 
@@ -26,7 +27,6 @@ ON_SHARDS = (
     "sum of the squares of the shards' norms), or do it every n-th step only"
 )
 LEAST = 8  # complete calls of a line on every rank
-LARGER = 1.25  # times an even share of an all_to_all that a rank must receive
 MAIN = 0.25  # of the elements of the all_to_all with most: lines with fewer are not looked at
 
 

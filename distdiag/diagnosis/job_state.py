@@ -62,7 +62,8 @@ def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] 
         if (stopped := _stopped_by(s, bad)) is not None:
             waited = _waited(*lived) if lived is not None and not worst else ""
             until = f", while {waited}" if waited else ""
-            return State.FAILED, f"{STOPPED_BY} {stopped} (from the launcher or a person){until}"
+            who = "distdiag, as DISTDIAG_END_HANGS_S asks" if s.hang_ended else "the launcher or a person"
+            return State.FAILED, f"{STOPPED_BY} {stopped} (from {who}){until}"
         return State.FAILED, _failure(s, bad, worst)
     if any(kinds.of(f).fatal for f in worst):
         return State.FAILED, worst[0].message

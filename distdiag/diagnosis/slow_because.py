@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from distdiag.diagnosis.call_cost import AS_TENSORS, HISTORY, LARGER, dearest, pickles, uneven
+from distdiag.diagnosis.call_cost import AS_TENSORS, HISTORY, dearest, pickles, uneven
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
 from distdiag.diagnosis.model.snapshot import WARM_STEPS, RankState, Site, Snapshot, lines_of
@@ -25,7 +25,7 @@ from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, mean_step_s, part_ms, share_of_all
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, site_text, wheres
-from distdiag.diagnosis.training_data import elements
+from distdiag.diagnosis.training_data import LARGER, elements
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import counted, percent, size_text
 
@@ -35,8 +35,6 @@ class Limits:
     thread: float = 0.3
     """Share of the time that a thread of a slow rank must compute, beyond the others', to be named. Where cores are scarce, as much as
     another rank computes in all is enough."""
-    larger: float = 1.25
-    """How many times as much data it must get."""
     gained_bytes: int = 64 << 20
     """Bytes by which its memory must have grown to be mentioned."""
     slower: float = 1.25
@@ -76,7 +74,7 @@ def explained(found: Finding, s: Snapshot, pauses: Pauses, cost: float) -> Findi
     """
     one, several = Slow(found, s, pauses, cost), len(found.culprits) != 1
     asked = (("", _exchange),) if several else ((cause, of_one) for cause, of_one, _ in EXPLANATIONS)
-    known = ((cause, why) for cause, of_one in asked if (why := of_one(one)) is not None)
+    known = ((cause, why) for cause, of_one in asked if of_one and (why := of_one(one)))
     cause, (added, advice) = next(known, ("", ("", found.advice)))
     return msgspec.structs.replace(found, cause=cause or found.cause, message=found.message + added, advice=advice)
 
@@ -85,7 +83,7 @@ def of_all_ranks(facts: Facts, known: Collection[str | None]) -> Iterator[Findin
     """Yield what makes all ranks slow; `known`: causes of findings that there are already."""
     if len(facts.snapshot.ranks) >= max(1, facts.snapshot.world_size):
         for cause, _, of_all in EXPLANATIONS:
-            if of_all is not None and cause not in known:
+            if of_all and cause not in known:
                 yield from of_all(facts)
 
 
@@ -201,7 +199,7 @@ def _more_data(one: Slow) -> Why | None:
     ):  # fmt: skip
         own = of.pop(found.culprits[0], 0.0)
         usual = statistics.median(of.values()) if of else 0.0
-        if found.cause in causes and usual and own >= limits.larger * usual:
+        if found.cause in causes and usual and own >= LARGER * usual:
             return f"; {more.format(own=own, usual=usual, times=own / usual)}", advice
     return None
 
@@ -261,7 +259,7 @@ def _has_more_to_do(r: RankState) -> bool:
     now, then = (statistics.fmean(x.samples for x in of) for of in (newest, before))
     batches = statistics.fmean(x.samples / max(x.batch, 1) for x in newest)
     forwards = max((m.forwards for m in r.models), default=0)
-    return now >= limits.larger * then > 0 or (forwards >= r.step and batches * r.step >= limits.larger * forwards)
+    return now >= LARGER * then > 0 or (forwards >= r.step and batches * r.step >= LARGER * forwards)
 
 
 def _longer(r: RankState, pauses: Pauses | None = None) -> tuple[float, float] | None:
@@ -317,21 +315,21 @@ class Explanation(NamedTuple):
     Attributes:
         cause: Of the finding that it explains or makes; empty: it leaves the cause as it is.
         of_one: Return what it adds to the finding of one slow rank; None if it is not the reason, or the others have it, too.
-        of_all: Yield its finding if it slows all ranks; None: it can only be seen by comparing ranks.
+        of_all: Yield its finding if it slows all ranks.
     """
 
     cause: str
-    of_one: Callable[[Slow], Why | None]
+    of_one: Callable[[Slow], Why | None] | None = None
     of_all: Callable[[Facts], Iterator[Finding]] | None = None
 
 
 EXPLANATIONS = (  # the first that explains one rank counts
-    Explanation("cores", lambda one: None, _few_cpus_of_all),
+    Explanation("cores", of_all=_few_cpus_of_all),
     Explanation("gc", _collections, _collections_of_all),
     Explanation("", _tools, _tools_of_all),
     Explanation("host", lambda one: of_thread(one.rank, one.snapshot)),  # in whichever phase it takes the time
     Explanation("", _more_data),
     Explanation("", _exchange),
     Explanation("", _growth, _growth_of_all),
-    Explanation("outside", lambda one: None, _outside_of_all),
+    Explanation("outside", of_all=_outside_of_all),
 )

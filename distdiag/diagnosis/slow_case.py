@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from distdiag.diagnosis import comparison
-from distdiag.diagnosis.call_cost import LARGER, Exchange, uneven
+from distdiag.diagnosis.call_cost import Exchange, uneven
 from distdiag.diagnosis.comparison import Subset, Veto, leads
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.snapshot import RankState, Site, Snapshot, lines_of
@@ -22,7 +22,7 @@ from distdiag.diagnosis.replicas import limits as averaged
 from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
-from distdiag.diagnosis.training_data import stages
+from distdiag.diagnosis.training_data import LARGER, stages
 from distdiag.diagnosis.waits.compatible import op_name
 from distdiag.terms.activity import by_line, refined
 from distdiag.terms.units import percent
@@ -68,7 +68,7 @@ class Limits:
     shared two cores with other work had 0.55; with extra work in optimizer.step it is nearly 1."""
     alone: float = 10.0
     """Ratio of its time for data to the others', from which on they read none: it reads for all."""
-    larger: float = 2.0
+    much_larger: float = 2.0
     """How many times as large as any other rank's a rank's batches must be, in nine of ten steps, so that no lack of CPUs need explain its passes."""
     crowded: float = 1.5
     """Processes that want to run per core that a rank is confined to, at least, and as a multiple of the other ranks'."""
@@ -274,7 +274,7 @@ class Case:
         """True if the passes of slow ranks take longer, whose batches are much larger than any other rank's in nearly all steps."""
         both = ([[x.elements for x in self.window.steps[q]] for q in ranks] for ranks in (self.slow.ranks, self.rest))
         own, theirs = (list(zip(*of, strict=True)) for of in both)
-        larger = sum(min(x) >= limits.larger * max(y) and min(y) > 0 for x, y in zip(own, theirs, strict=True))
+        larger = sum(min(x) >= limits.much_larger * max(y) and min(y) > 0 for x, y in zip(own, theirs, strict=True))
         return self.phase in ("forward", "backward") and larger >= 0.9 * len(own)
 
     @property

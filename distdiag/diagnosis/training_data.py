@@ -8,6 +8,7 @@ from distdiag.diagnosis.comparison import Veto
 from distdiag.diagnosis.model.findings import Abstained, rank_list
 from distdiag.diagnosis.model.snapshot import Loader, Snapshot, Step
 
+LARGER = 1.25  # times as many elements as the others get, from which on that is why a rank takes longer
 _LEAST, _MOST = 0.9, 1.1  # elements reduced in a step per element that is stepped, if those are all gradients
 
 

@@ -19,6 +19,7 @@ class HangLimit:
 
     def __init__(self) -> None:
         self.limit_s: float | None = None
+        self.ended = False
         try:
             limit_s = float(os.environ[VARIABLE])
         except (KeyError, ValueError):
@@ -42,6 +43,8 @@ class HangLimit:
         self.limit_s = None
         return True
 
-
-def end(views: Iterable[RankView]) -> list[int]:
-    return signals.end({v.rank: (v.header.pid, v.reader.path) for v in views if v.ending is None})
+    def end(self, views: Iterable[RankView]) -> list[int]:
+        """End the ranks; return those that were."""
+        ranks = signals.end({v.rank: (v.header.pid, v.reader.path) for v in views if v.ending is None})
+        self.ended = bool(ranks)
+        return ranks

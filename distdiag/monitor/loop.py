@@ -289,7 +289,7 @@ class Monitor:
     def _end_hang(self, now_s: float) -> None:
         self.writer.meta(hang_ended_s=now_s)
         self.writer.commit()  # before the first rank ends: whoever waits for the ranks reads it then
-        if ended := hang_limit.end(self.views.values()):
+        if ended := self.hang_limit.end(self.views.values()):
             self.writer.event(
                 now_s, "monitor", "warning",
                 f"the hang is proved: ended {rank_list(ended)} as {hang_limit.VARIABLE} asks",
@@ -322,7 +322,7 @@ class Monitor:
         ends_ns = [v.ending.t_mono_ns for v in self.views.values() if v.ending is not None]
         stopped = launcher.stopped_by(self.run_dir) if ends_ns or self.diagnosis.open(Severity.WARNING) else None
         if stopped is None or not self.start_ns <= stopped[1] <= min(ends_ns, default=stopped[1]):
-            return made
+            return msgspec.structs.replace(made, hang_ended=self.hang_limit.ended)
         return msgspec.structs.replace(made, stopped_by=stopped[0])
 
     def _over(self, s: Snapshot) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -14,6 +15,7 @@ import pytest
 from distdiag import procfs
 from distdiag.monitor.evidence import signals
 from distdiag.monitor.hang_limit import VARIABLE, HangLimit
+from tests.jobs import closed, distdiag, launch
 
 RANK = """
 import mmap, sys, time
@@ -21,6 +23,16 @@ with open(sys.argv[1], "r+b") as f:
     page = mmap.mmap(f.fileno(), 4096)
 print("mapped", flush=True)
 time.sleep(60)
+"""
+HANG = """
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if dist.get_rank():
+        dist.recv(torch.zeros(2), src=0)
+    else:
+        dist.barrier()
 """
 
 
@@ -73,3 +85,15 @@ class _Recorder:
     def __call__(self, fd: int, number: int) -> None:
         self.numbers.append(number)
         self._send(fd, number)
+
+
+@pytest.mark.job
+@pytest.mark.timeout(120)
+def test_the_verdict_tells_who_has_ended_the_job(tmp_path: Path) -> None:
+    (tmp_path / "hang.py").write_text(textwrap.dedent(HANG))
+    command = ["-m", "distdiag.run", "--run-dir", "R", "hang.py"]
+    with launch(command, cwd=tmp_path, env={VARIABLE: "0.5"}, fork_ranks=True) as job:
+        assert job.wait() != 0, job.tail()
+        closed(tmp_path / "R")
+    text = " ".join(distdiag("diagnose", "R", cwd=tmp_path).stdout.split())
+    assert "failed: stopped by SIGKILL (from distdiag, as DISTDIAG_END_HANGS_S asks); 1 error" in text

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from distdiag.diagnosis import comparison, kinds
-from distdiag.diagnosis.call_cost import LARGER
 from distdiag.diagnosis.comparison import COSTLY, Subset, leads, others
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
@@ -32,7 +31,7 @@ from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import PHASES, Window, part_ms, self_ms
 from distdiag.diagnosis.text import straggler as text
 from distdiag.diagnosis.text.phrases import at, waited_for_worker, where, where_stack, wheres
-from distdiag.diagnosis.training_data import least_fetching
+from distdiag.diagnosis.training_data import LARGER, least_fetching
 from distdiag.terms.activity import by_line
 from distdiag.terms.units import counted
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.call_cost import LARGER
 from distdiag.diagnosis.comparison import minority, vetoed
 from distdiag.diagnosis.endings import End
 from distdiag.diagnosis.facts import Facts
@@ -24,7 +23,7 @@ from distdiag.diagnosis.model.guards import may_end_early
 from distdiag.diagnosis.model.snapshot import DEAD, Loader, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import at, where, wheres
 from distdiag.diagnosis.text.template import Template
-from distdiag.diagnosis.training_data import NOT_ONE_MODEL, elements, even_advice, only_shadows, uneven_ranks
+from distdiag.diagnosis.training_data import LARGER, NOT_ONE_MODEL, elements, even_advice, only_shadows, uneven_ranks
 from distdiag.terms.ranks import by_value
 
 kind = kinds.UNEVEN_BATCHES

@@ -226,6 +226,11 @@ class Findings:
         known = limit_s is not None and MOVING_S <= longest <= limit_s + DUMPED_WITHIN_S
         return f", for {duration(longest)} at most, by the files' times" if known else ""
 
+    def untimed(self) -> bool:
+        """True if nothing shows that what ranks wait in timed out, nor how long they had waited."""
+        main = self.blame.silent_in or self.blame.main
+        return not self.waited() and (main is None or not self._timed_out(main))
+
     def _older_s(self) -> float:
         """Return by how much the culprits' files are older than those of all victims; 0 if a file is older than its entries."""
         times = self.loaded.times

@@ -33,6 +33,9 @@ _PROGRESS = bounded(
 _STEP = bounded(
     r"^(?=.{0,999}\b(?:loss|lr|grad))(?!.{0,999}\b(?i:eval|valid|test)).{0,999}?(?:\b(?:global_)?(?:[Ss]teps?|[Ii]t(?:er(?:ation)?s?)?)\b\W{0,12}(?P<step>\d{1,9})|[\[ |](?P<bar>\d{1,9})/\d{1,9}(?:\]| \[\d))"
 )
+# warnings of torch's C++ code: at the end of a job they may be many
+_OF_C10 = re.compile(rb"Exception raised from |(?:\[rank\d{1,6}\]:)?\[[IW]\d{4} ")
+_PID = bounded(r"\b[Pp]rocess (\d{1,9})\b")
 _SHOWN = bounded(r"\D{0,30}\d{1,12}(?:\D{1,40}\d{1,12})?")  # how far it is
 _NO_PROGRESS = bounded(
     r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b|\bResult\(metrics="
@@ -73,7 +76,7 @@ _BUT = r"(?!.{0,60}(?:(?<!without )(?<!no )error(?!s?\W{1,2}(?:None|0)\b)|fail|c
 # of torchrun: then only its shutdown follows
 _AGENT = bounded(r"worker group successfully finished|WorkerState\.SUCCEEDED")
 # words that a job ended well, by how much they say: of the whole job; of the lines before them; perhaps only of a part of the job; of its
-# launcher; of one process
+# launcher; of one process, whose work this may have been, or which has ended
 _WELL = (
     ("job", bounded(r"(?i:\b(?:Job)?State[=: ]{1,4}COMPLETED\b|\bCOMPLETED[\s|]{1,9}0:0\b|\bjob '?[\w.-]{1,80}'? (?:succeeded|finished successfully)|\bphase: {1,9}Succeeded|\b\w{1,40}Job \S{1,253} (?:is )?successfully completed\b)")),
     ("file", bounded(r"(?i:\b(?:train(?:ing|er)?|run|job|fit|experiment|all (?:epochs|steps))(?: (?:run|job|loop|has|have|is|was|successfully)){0,3} (?:finished(?! (?:iter|epoch|step))|completed|complete(?=\W{0,3}(?:$|\d(?!\d{0,2}%))|[,;.!] [a-z])|done|succeeded)\b)" + _BUT)),
@@ -89,6 +92,7 @@ _WELL = (
     ("agent", _AGENT),
     ("server", bounded(r"\bINFO\b.{0,80}(?:Application shutdown complete|Finished server process)")),
     ("exit", bounded(r"^(?:\[?[\dT:.,+Z /-]{8,40}\]? ?)?(?:[A-Z]{4,8}:? )?\W{0,9}(?i:(?:the )?(?:launcher|torchrun|srun|mpirun|job|command|script|program|container)?:? ?(?:exit(?:ed)?|return(?:ed)?)[ _-]?(?:with )?(?:code|status)?(?: is)?[ =:]{0,3}0)\W{0,3}$")),
+    ("rank", bounded(r"(?:^|[\]:|)>-] ?)(?:Done|DONE|Finished|FINISHED)[.!]?\s*$")),
     ("process", bounded(r"(?i:\b(?:exit(?:s|ed|ing)?|return(?:ed)?|finished) ?(?:with )?(?:code|status)?[ =:]{0,9}(?:0\b(?![.:\d])|successfully))")),
 )  # fmt: skip
 WHOLE = ("job", "file", "agent", "exit")  # of these, nothing is left to do after the line
@@ -151,7 +155,7 @@ class FileEnd:
 
     Attributes:
         progress: Negative numbers of lines with progress, by process; those of all processes with None.
-        moved: (negative number of a line, its step), where that differs from the next one's: of ranks it does not.
+        moved: (negative number of a line, its step), where that differs from the last one's: of ranks it does not.
         steps: (negative number of a line, training step that it shows) of each process.
         well: The last line of each scope that says that it ended well.
         restart: The last line by which a launcher started the ranks again, or a step was tried again.
@@ -167,6 +171,7 @@ class FileEnd:
     bars: list[tuple[int, re.Match[str]]] = field(default_factory=list)  # of no rank
     loss: dict[int | None, Loss] = field(default_factory=dict)  # the last ones of each rank
     well: dict[str, int] = field(default_factory=dict)
+    quits: dict[Name, int] = field(default_factory=dict)  # the processes that have ended well, and their last line
     said: dict[Key, str] = field(default_factory=dict)
     earlier: dict[Key, str] = field(default_factory=dict)
     fatal: dict[Key, tuple[int, str]] = field(default_factory=dict)
@@ -205,8 +210,9 @@ class FileEnd:
                 break
             if not raw.strip() or raw.startswith(b"frame #"):  # of the stacks of C++
                 continue
-            most, nth = most - 1, nth + 1
-            budget -= after is not None
+            counts = budget <= 0 or _OF_C10.match(raw) is None
+            most, nth = most - counts, nth + counts
+            budget -= after is not None or not counts
             text = plain(raw[-2000:].rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", "replace"))
             started = started or before or self._starts(text)
             for message, who in messages(text):
@@ -289,7 +295,10 @@ class FileEnd:
         shown, self._next = f"{text} {self._next}" if text.startswith("Ran ") else text, text.strip()
         names = names_of(who, who.rank)
         for scope, _ in _words_of_end(text):
-            if scope != "exit" or names == [NO_NAME]:
+            if scope in ("rank", "process"):
+                for name in [("pid", pid[1])] if (pid := _PID.search(text)) else names:
+                    self.quits.setdefault(name, number)
+            if scope != "rank" and (scope != "exit" or names == [NO_NAME]):
                 self.well.setdefault(scope, number)
         if _OF_END.search(text) is not None and _TESTED.search(shown) is not None:
             self.tested = True
@@ -299,7 +308,9 @@ class FileEnd:
         if progress is None:
             return
         shown = (at := _SHOWN.match(text, progress.start())) and at[0]
-        if shown and (not self.moved or self.moved[-1][1] != shown):
+        if shown and self.moved and self.moved[-1][1] == shown:
+            self.moved.pop()  # the first line counts: a bar may be drawn again after the end
+        if shown:
             self.moved.append((-number, shown))
         if who.at is not None:
             self.times.append(who.at)
@@ -322,7 +333,8 @@ class FileEnd:
     @property
     def whole(self) -> int:
         """Return the line that says that the job, its launcher or this file's part ended well; 0 if none does."""
-        return next((self.well[scope] for scope in reversed(self.well) if scope in WHOLE), 0)
+        lines = (self.well[scope] for scope in reversed(self.well) if scope in WHOLE)
+        return next((line for line in lines if not self.moved_after(line)), 0)
 
     def moving(self, line: int) -> str:
         """Return which progress bar moved on after a line, and how far it came; empty if none did."""
@@ -338,6 +350,10 @@ class FileEnd:
     def between(self, first: int, last: int, name: Name | None = None) -> int:
         """Return how many lines of progress are between two lines."""
         return self.after(first, name) - self.after(last, name)
+
+    def moved_after(self, line: int) -> bool:
+        """True if it shows after a line progress that it has not shown before."""
+        return -self.moved[0][0] > line if self.moved else self.after(line) > 0
 
     def went_on(self, first: int, last: int | None = None) -> bool:
         """True if more progress than can be in flight is between two lines: a synchronous job makes it only with all its ranks.

@@ -144,7 +144,7 @@ def _of_spawned(found: Collected) -> None:
     first = sets_of((label, rank) for (_, label), rank in found.first_rank.items())
     for (label, pid), local in found.local_of.items():
         ranks = first.get(label, {-1})
-        if label and len(ranks) == 1 and min(ranks) >= 0 and is_rank(rank := min(ranks) + local):
+        if label and pid and len(ranks) == 1 and min(ranks) >= 0 and is_rank(rank := min(ranks) + local):
             found.is_rank_of(int(pid), rank)
             found.on_host.setdefault(label, set()).add(rank)
 

@@ -124,6 +124,15 @@ class Learned:
         first, launcher = _int(of["node"]) * _int(of.get("local", "1")), (line.path, line.who.label)
         _put(self.found.first_rank, launcher, first if self.found.first_rank.get(launcher, first) == first else -1)
 
+        if of.get("local") == "1" and line.who.label:
+            _put(self.found.local_of, (line.who.label, ""), 0)  # all lines with this label are of one rank
+
+    def server_args(self, of: Of, line: Line) -> None:
+        """Note that the number in SGLang's prefix is the rank: of one node, without data and pipeline parallelism."""
+        for rank in range(min(_int(of["world"]), MAX_WRITERS)):
+            self.found.is_rank_of((f"TP{rank}", ""), rank)
+        self._size(0, _int(of["world"]), Writer())
+
     def node_ranks(self, of: Of, line: Line) -> None:
         for m in _NODE.finditer(of["nodes"]):
             ranks = set(filter(is_rank, numbers(m["ranks"])))

@@ -83,7 +83,7 @@ _ONE_JAX = "install jax, jaxlib and the plugin in the same versions there as on 
 _JOIN_JAX = "see whether all processes that num_processes counts were started, with one coordinator_address that every host reaches (localhost means each host itself), then read the logs of those that did not come"
 _UNEVEN = "give all ranks the same number of batches (drop_last, padding), or call hvd.join() at the end of the data; else look for an operation under a condition on the rank; see what {who} did last"
 LATE_ROWS = (
-    Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
+    Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier{at} within {limit}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
         when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True, blames=blamed.late),
     Row("barrier_reached", _LATE, "{who} reached monitored_barrier{at} and then lost rank 0, which knows the missing rank",
@@ -248,8 +248,8 @@ LOST_ROWS = (
         meanings.GOES_FIRST.format(who="that rank", where="it"), when=lambda facts: any(f.within for f in facts), blames=blamed.silent),
     Row("gloo_timeout closed store_lost lost", _LATE, _GLOO + "; the log does not show which rank they waited for",
         "give the logs of all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL a monitored_barrier before the collective names the missing rank",
-        (_GLOO + "; {culprits} reported no timeout, and may be what they waited for",
-         "read the log of {culprits}, and take {its} stack the next time, to see whether {they} came to that call"),
+        (_GLOO + "; {culprits} reported no timeout, and may be what they waited for{bar}",
+         "{do_bar}read the log of {culprits}, and take {its} stack the next time, to see whether {they} came to that call"),
         when=lambda facts: any(f.name == "gloo_timeout" for f in facts), blames=blamed.silent),
     Row("unique_id", _LOST, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
         "read the log of rank 0 and of its node's launcher: its failure came before these", blames=blamed.first_of_group, more=blamed.of_group),
@@ -304,7 +304,10 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
     bar = found.moving(facts)
-    fields |= {"bar": f"; a progress bar moved on while they waited ({bar})" if bar else ""}
+    fields |= {
+        "bar": f"; a progress bar moved on while they waited ({bar})" if bar else "",
+        "do_bar": f"{meanings.GOES_ON}; else " if bar else "",
+    }
     fields |= row.more(facts) | _of_job(found) | {"settings": _settings(found)}
     kind, _, cause = row.kind.partition("/")
     waited = row.kind in (_LATE, "stall/unknown") and not fields["printed"]
@@ -356,14 +359,15 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     other = (f for f in by_ranks if "of_host" in f.fields or f.fields.get("peer", "").rstrip(".,") not in HERE)
     peers = [peer for f in other if (peer := f.fields.get("peer", "").rstrip(".,"))]
     of_host = {f.fields.get("peer"): f.fields.get("of_host", "") for f in facts}
-    named = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]
+    most = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]
     limit, stuck, after = (blamed.highest(facts, key) for key in ("limit", "stuck_s", "after"))
     joined, expected = blamed.highest(facts, "joined") or 0, facts[0].number("expected") or 0
     ranks = tuple(victims) or job_ranks(facts)
     there = by.label or by.host or first.get("pod") or first.get("host") or by.process
     reports = verb(culprits, "reports", "report")
+    named = rank_list(victims) if victims else who(facts, subject)
     out |= {
-        "who": rank_list(victims) if victims else who(facts, subject),
+        "who": named,
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
@@ -379,13 +383,15 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "joined": f"{joined:,}",
         "expected": f"{expected:,}",
         "left": f"{expected - joined:,}",
-        "to": f" to {', '.join(named)}" if named else "",
-        "first": f"look at {', '.join(named)} first: " if named else "",
+        "to": f" to {', '.join(most)}" if most else "",
+        "first": f"look at {', '.join(most)} first: " if most else "",
         "all_peers": some([p + of_host.get(p, "") for p in peers]),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
         "there": f" on {there}" if there else "",
         "on": f" on {some(names)}" if all(names := [f.who.host for f in facts]) else "",
-        "on_host": f" on {hosts.pop()}" if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 else "",
+        "on_host": f" on {min(hosts)}"
+        if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 and min(hosts) not in named
+        else "",
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),
     }
     return out

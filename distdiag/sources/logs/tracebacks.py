@@ -31,6 +31,7 @@ _ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*
 _OUTERMOST = ("<module>", "_run_module_as_main")
 # of a person, or quoted: no launcher starts a rank so; and an import, which a script began and whose error it caught
 _NO_SCRIPT = bounded(r"^<(?:stdin|console|python-input-)|/__init__\.py$")
+_OF_NCCL = bounded(r"\bnccl[A-Z]\w{2,40} failed: ")  # of a library that calls it, as torch's DistBackendError
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _PIPE = "/multiprocessing/connection.py"  # its other end was closed: by a process that ended
 _STARTS = ("/threading.py", "/multiprocessing/popen_fork.py", "/subprocess.py")  # of threads and processes
@@ -338,20 +339,20 @@ class Tracebacks:
 
         The first one is the reason; one of a known kind counts more than any other.
         """
-        if earlier.name != "exception" and (fact.name == "exception" or not earlier.direct):
+        if earlier.name != "exception" and (fact.name in ("exception", earlier.name) or not earlier.direct):
             self._found.facts.remove(fact)
-            earlier.site, earlier.uncaught = fact.site or earlier.site, fact.uncaught
+            earlier.site, earlier.uncaught = earlier.site or fact.site, fact.uncaught
             return earlier
         self._found.facts.remove(earlier)  # one failure: the process ended with the last exception
         if earlier.name != "exception" or fact.name != "exception":
             return fact
         fact.warned = fact.warned or earlier.warned
         first, last = (f"{f.fields['type']}: {f.fields['what']}".removesuffix(": ") for f in (earlier, fact))
+        fact.site = earlier.site or fact.site
         if earlier.direct or earlier.fields["type"] in _QUESTIONS:
             fact.fields["cause"] = earlier.fields.get("cause", first)
         elif first != last:
-            fact.fields = earlier.fields | {"then": last}
-            fact.text, fact.site = earlier.text, earlier.site or fact.site
+            fact.fields, fact.text = earlier.fields | {"then": last}, earlier.text
         return fact
 
     def _exception(self, m: re.Match[str], innermost: str, line: Line) -> Fact | None:
@@ -372,7 +373,11 @@ class Tracebacks:
         name, role = "exception", Role.CAUSE
         if innermost.endswith(_STARTS) and _NO_MORE.search(text) is not None:
             return self._add("thread_limit", role, {"what": f"{short}: {m['what']}"}, line)
-        if short in ("DistBackendError", "DistNetworkError") or OF_OTHERS.search(text) is not None:
+        if (
+            short in ("DistBackendError", "DistNetworkError")
+            or _OF_NCCL.search(text)
+            or OF_OTHERS.search(text) is not None
+        ):
             name, role = "dist_error", Role.VICTIM
         elif short == "TimeoutError" and innermost.endswith(AWAITS_WORKERS):
             name, role = "rpc_late", Role.WAIT

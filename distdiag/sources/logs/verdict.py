@@ -8,6 +8,7 @@ outside, lost connections, and exit codes. A later kind is reported only if no e
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -102,11 +103,13 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
 
 def _ended_well(found: Collected) -> bool:
     """True if each file with progress, and one at least, ends with words that the job, its launcher or that file's part ended well."""
-    ended = set[Path]()
+    ended, ranks = set[Path](), max(len(found.ranks), found.world_size or 0)
     for path, end in found.ends.items():
         last = max((number for p, number, _ in found.unknown if p == path), default=0)
-        lines = (line for scope, line in end.well.items() if scope in WHOLE)
-        ended |= {path} if any(line >= last and not end.after(line) for line in lines) else set()
+        lines = [line for scope, line in end.well.items() if scope in WHOLE]
+        if end.quits and max(Counter(kind for kind, _ in end.quits).values()) >= ranks > 1:  # all of them have
+            lines.append(max(end.quits.values()))
+        ended |= {path} if any(line >= last and not end.moved_after(line) for line in lines) else set()
     return bool(ended) and ended >= {path for path, end in found.ends.items() if end.progress}
 
 
@@ -524,6 +527,6 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"
         hangs = f"if the job hangs, `py-spy dump --pid PID` shows where each rank is; {ended}; "
         shows = "it shows what was printed, not what each rank did"
-        seen = "" if judged or found.well else hangs
+        seen = "" if judged or found.well or found.ended else hangs
         notes.append(f"read from a log: {shows}; {seen}`DISTDIAG=1` records the next run")
     return notes

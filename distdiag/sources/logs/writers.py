@@ -53,7 +53,7 @@ _LABEL_FIRST = bounded(
 )
 _JOURNAL = bounded(
     r"^(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S{8,30}) (?P<host>[\w.-]{1,253}) (?P<unit>[\w.-]{1,60}(?:\[(?P<id>\d{1,9})\])?): "
-    r"|^\[k(?:msg|ern(?:el)?) (?P<of>[\w.-]{1,253})\] |^slurmstepd-(?P<slurm>[\w.-]{1,253}): "
+    r"|^\[k(?:msg|ern(?:el)?) (?P<of>[\w.-]{1,253})\] |^(?P<kernel>[\w.-]{1,253}) kernel: \[ *\d|^slurmstepd-(?P<slurm>[\w.-]{1,253}): "
 )
 _MILD = bounded(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
 # month, day and time of day, as torch's C++ code writes them, and ISO 8601
@@ -255,7 +255,7 @@ def writer(text: str) -> Writer:
 def _label(head: str, out: Writer) -> None:
     """Set the label before each line of a node or worker; for the journal also the host."""
     if (m := _JOURNAL.match(head)) is not None:
-        out.host = out.host or m["host"] or m["of"] or m["slurm"]
+        out.host = out.host or m["host"] or m["of"] or m["kernel"] or m["slurm"]
         out.label = m["unit"] if m["id"] else ""
     elif (m := _SKY.match(head)) is not None:
         out.label = m["node"]

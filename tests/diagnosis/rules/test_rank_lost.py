@@ -95,6 +95,8 @@ def test_the_sigkill_of_a_launcher_that_got_a_signal_itself_is_no_failure() -> N
     assert how_it_ended(*killed, raised, stopped_by=2) == "rank 3: ValueError: no data; 4 of 4 failed"
     at_once = [rank(q, life=Life.KILLED, signal=9, ended_s=40.0 + 0.1 * q, ended_waiting=True) for q in range(3)]
     assert how_it_ended(*at_once) == "stopped by SIGKILL (from the launcher or a person)"
+    ours = "stopped by SIGKILL (from distdiag, as DISTDIAG_END_HANGS_S asks)"
+    assert how_it_ended(*at_once, hang_ended=True) == ours
 
 
 def test_a_dead_loader_worker_is_not_the_fault_of_the_line_where_torch_raises() -> None:
