@@ -10,14 +10,25 @@ from distdiag.terms.untrusted import MAX_RANKS, is_rank
 
 Key = TypeVar("Key")
 Value = TypeVar("Value", bound=Hashable)
+Member = TypeVar("Member", bound=Hashable)
 
 
 def by_value(values: Mapping[Key, Value]) -> dict[Value, list[Key]]:
     """Return the keys (ranks) that have each value, in the order in which the values first occur."""
+    return grouped((value, rank) for rank, value in values.items())
+
+
+def grouped(pairs: Iterable[tuple[Value, Key]]) -> dict[Value, list[Key]]:
+    """Return what comes with each first value, in the order in which the values first occur."""
     out: dict[Value, list[Key]] = {}
-    for rank, value in values.items():
-        out.setdefault(value, []).append(rank)
+    for value, key in pairs:
+        out.setdefault(value, []).append(key)
     return out
+
+
+def sets_of(pairs: Iterable[tuple[Value, Member]]) -> dict[Value, set[Member]]:
+    """Return the different things that come with each first value."""
+    return {value: set(members) for value, members in grouped(pairs).items()}
 
 
 def ranges(ranks: Iterable[int]) -> Iterator[tuple[int, int]]:

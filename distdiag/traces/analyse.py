@@ -103,13 +103,24 @@ class Recorded:
         ]
         return sorted(found, key=lambda o: -o.self_ms)
 
-    def kernels(self) -> tuple[float, float]:
-        """Return how many kernels began per step, and the mean of their µs."""
+    def kernels(self) -> dict[str, tuple[float, float]]:
+        """Return by name how many kernels began per step, and the sum of their µs."""
         trace, (low, high) = self.trace, self.window
         if trace.kernels is None:
-            own = [end - start for start, end in trace.device if low <= start < high]
-            trace.kernels = len(own) / self.steps, sum(own) / max(1, len(own))
+            spans: dict[str, list[float]] = defaultdict(list)
+            for (start, end), name in zip(trace.device, trace.device_names, strict=True):
+                if low <= start < high:
+                    spans[name].append(end - start)
+            trace.kernels = {name: (len(us) / self.steps, sum(us) / self.steps) for name, us in spans.items()}
         return trace.kernels
+
+    def launching_ms(self) -> float:
+        """Return how long per step the device does nothing while its host is in an operator, ms; 0 if only the host was traced."""
+        trace = self.trace
+        if trace.launching_ms is None:
+            spans = self.alone((o.start, o.end) for o in trace.ops if not is_comm_call(o.name)) if trace.device else []
+            trace.launching_ms = length(spans) / 1e3 / self.steps
+        return trace.launching_ms
 
     def inputs(self) -> Counter[Input]:
         """Return the tensors that the operators got and their number, in the order in which they came; nothing without record_shapes."""
@@ -134,9 +145,10 @@ class Recorded:
         trace = self.trace
         self.kernels()
         self.inputs()
+        self.launching_ms()
         trace.compute, trace.operators = self.compute(), self.operators()
         trace.functions = {name: union(spans, *self.window) for name, spans in trace.functions.items()}
-        trace.ops, trace.device = [], []
+        trace.ops, trace.device, trace.device_names = [], [], []
 
 
 def number_messages(trace: Trace, messages: Sequence[Issued]) -> None:

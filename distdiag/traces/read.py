@@ -6,6 +6,7 @@ import gzip
 import heapq
 import math
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -114,6 +115,7 @@ class Trace:
     comms: list[Comm] = field(default_factory=list)
     # of kernels and copies that compute; empty if only the host was traced
     device: list[tuple[float, float]] = field(default_factory=list)
+    device_names: list[str] = field(default_factory=list)  # one for each of `device`
     # ProfilerStep annotations: (number, start, end)
     marks: list[tuple[int, float, float]] = field(default_factory=list)
     loads: list[tuple[float, float]] = field(default_factory=list)  # waits for the data loader
@@ -124,10 +126,11 @@ class Trace:
     functions: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     host: str = ""
     where: str = ""  # its host and device, as `gpu-7, GPU 3 (NVIDIA A100)`; empty if not in the file
-    # this and the next three: taken from `ops` and `device` by `Recorded.condense`, which empties both
+    # this and the next four: taken from `ops` and `device` by `Recorded.condense`, which empties both
     compute: list[tuple[float, float]] | None = None
     operators: list[Operator] | None = None
-    kernels: tuple[float, float] | None = None
+    kernels: dict[str, tuple[float, float]] | None = None
+    launching_ms: float | None = None
     inputs: Counter[Input] | None = None
     world_size: int | None = None  # of the job; None if not in the file
 
@@ -239,6 +242,7 @@ def _sort(trace: Trace, events: Iterable[_Event]) -> None:
                 device_comms.append(_comm(e, end))
             else:
                 trace.device.append((e.ts, end))
+                trace.device_names.append(sys.intern(e.name))
         elif e.cat == "user_annotation":
             _annotation(trace, e, end)
         elif e.cat == "python_function":

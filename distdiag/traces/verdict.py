@@ -16,7 +16,7 @@ from distdiag.terms.untrusted import visible
 from distdiag.traces.analyse import Joined, Recorded, last_rank
 from distdiag.traces.intervals import Coverage, Spans, length, union
 from distdiag.traces.model import CollectiveTimes, RankTimes
-from distdiag.traces.read import is_message
+from distdiag.traces.read import is_comm_call, is_message
 from distdiag.traces.text import NAME, ms_text
 
 Shared = tuple[float, str, str]  # share of a step that every rank loses, what it loses it to, and what to do
@@ -40,6 +40,10 @@ _SLOWER = (
     "compare the clocks, power and temperature of rank {late}'s device{where} with another rank's (`nvidia-smi -q -d "
     "CLOCK,POWER,TEMPERATURE,PERFORMANCE`)"
 )
+_SOME_KERNELS = (
+    "compare these kernels of rank {late}{where} with another rank's in ui.perfetto.dev: sizes and layout of their inputs, the algorithm "
+    "(cudnn.benchmark, autotuning); lower clocks slow only kernels that compute much"
+)
 _SIZES = ", then the sizes of their batches"
 _LARGER = (
     "give rank {late} as much work as the others: the same batch size, and samples sorted into batches by their length"
@@ -49,6 +53,11 @@ _MORE_KERNELS = (
 )
 _MORE_WORK = "compare the batches of rank {late} with the others', and the CPU cores that it has{where}"
 _IDLE = "see what rank {late}{where} does between its operators: Python, files, a lock (`with_stack=True` in the profiler, or py-spy)"
+_HOST = (
+    "find what slows the host of rank {late}{where}: too few or shared CPU cores (`taskset -cp PID`, OMP_NUM_THREADS), a throttled core, "
+    "or cudaMalloc inside these operators (its trace shows it)"
+)
+_INSIDE = "see what rank {late}{where} does inside these operators (`with_stack=True` in the profiler, or py-spy)"
 _UNKNOWN = "profile again with record_shapes=True and with_stack=True, and compare the trace of rank {late} with another one in ui.perfetto.dev"
 _COMM = (
     "let computation hide it: average gradients during the backward (DDP, or async_op=True and a later wait()), accumulate several "
@@ -128,7 +137,7 @@ def _input(ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], partial
 def _idle_devices(ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded], steps: int) -> Shared | None:
     """Judge the share of a step in which every rank's device does nothing. None for a trace of hosts or of one step."""
     least = min((r for r in ranks if r.step_ms > 0), key=lambda r: r.idle_ms / r.step_ms, default=None)
-    on_device = all(r.kernels()[0] for r in recorded.values())
+    on_device = all(r.kernels() for r in recorded.values())
     if least is None or steps < 2 or not on_device or (share := least.idle_ms / least.step_ms) < SHARED:
         return None
     syncs = min(r.syncs() for r in recorded.values())
@@ -245,7 +254,7 @@ def _more(late: int, ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded
     spans = {
         q: r.alone([r.window]) if advice is _IDLE
         else union(r.trace.loads, *r.window) if advice is _DATA
-        else [] if r.kernels()[0] else r.compute()
+        else [] if r.kernels() else r.compute()
         for q, r in recorded.items()
     }  # fmt: skip
     text += _function(late, 1e3 * MOST * most * steps, spans, recorded) if text else ""
@@ -288,11 +297,35 @@ def _idle(late: int, most: float, recorded: Mapping[int, Recorded]) -> tuple[str
     own, usual = syncs.pop(late), statistics.median(syncs.values())
     gaps = gaps or recorded[late].alone([recorded[late].window])
     if own < 2 * usual + 1 or max(end - start for start, end in gaps) > 1e3 * most / 2:  # one pause, no waits
-        return text, _IDLE
+        inside, advice = _launching(late, most, recorded)
+        return text + inside, advice
     text += f"; it waits for its device {own:g} times per step (median of the others: {usual:g})"
     items = sum(o.calls for o in recorded[late].operators() if o.name == "aten::item")
     text += f", {min(own, items):g} times in aten::item" if items >= own / 2 else ""
     return text, _SYNCS + (_OPTIMIZER if name.startswith("Optimizer.step#") else "")
+
+
+def _launching(late: int, most: float, recorded: Mapping[int, Recorded]) -> tuple[str, str]:
+    """Return whether the late rank's device idles `most` ms longer inside operators, and by which ones; and what to do."""
+    idle = {q: r.launching_ms() for q, r in recorded.items()}
+    if (own := idle.pop(late)) - statistics.median(idle.values()) < most:
+        return "", _IDLE
+    calls = {
+        q: {o.name: (o.self_ms, o.calls) for o in r.operators() if not is_comm_call(o.name)}
+        for q, r in recorded.items()
+    }
+    longer = {}
+    for name, (ms, n) in calls.pop(late).items():
+        peers = [x.get(name, (0.0, 0.0)) for x in calls.values()]
+        longer[name] = ms - (theirs := statistics.median(x for x, _ in peers)), ms, theirs, n, n == peers[0][1]
+    name, (_, ms, theirs, n, _) = max(longer.items(), key=lambda x: x[1][0])
+    text = (
+        f", {ms_text(own)} ms of it inside operators: {visible(name)[:NAME]} takes {ms_text(ms)} ms in {n:g} calls (median of "
+        f"the others: {ms_text(theirs)} ms)"
+    )
+    # an autograd function of the user's may do anything; torch's own operators only launch
+    same = sum(more for name, (more, *_, equal) in longer.items() if equal and name.startswith("aten::"))
+    return (f"{text}: its host is slow in launching", _HOST) if same >= most else (text, _INSIDE)
 
 
 def _larger(late: int, longer: float, recorded: Mapping[int, Recorded]) -> str | None:
@@ -324,12 +357,15 @@ def _kernels(late: int, recorded: Mapping[int, Recorded]) -> tuple[str, str]:
 
     Without a device the text is empty.
     """
-    others = [r.kernels() for q, r in recorded.items() if q != late]
+    kernels = {q: r.kernels() for q, r in recorded.items()}
+    (number, us), *others = (
+        [sum(x) for x in zip(*kernels[q].values(), strict=True)] or [0.0, 0.0] for q in sorted(kernels, key=late.__ne__)
+    )
     usual, usual_us = (statistics.median(x[i] for x in others) for i in (0, 1)) if others else (0.0, 0.0)
-    number, us = recorded[late].kernels()
     if not usual or not usual_us:
         return "", _MORE_WORK
-    more, longer = number / usual, us / usual_us
+    more = number / usual
+    longer = us / usual_us / more if more else 0.0
     if more >= 1 + MORE_SHARE:
         return f", in {more:.2f} times as many kernels", _MORE_KERNELS
     if more <= 1 - MORE_SHARE or longer < 1 + MORE_SHARE:
@@ -338,6 +374,23 @@ def _kernels(late: int, recorded: Mapping[int, Recorded]) -> tuple[str, str]:
     inputs = _larger(late, longer, recorded)
     if inputs:
         return f"{text}, as its inputs are larger{inputs}", _LARGER
+    text += ", on inputs of the same shapes" if inputs is not None else ""
+    if some := _some_kernels(kernels.pop(late), list(kernels.values()), longer):
+        return f"{text}{some}", _SOME_KERNELS
     if inputs is not None:
-        return f"{text}, on inputs of the same shapes: a slower device (clocks, heat)", _SLOWER
+        return f"{text}: a slower device (clocks, heat)", _SLOWER
     return f"{text}: a slower device (clocks, heat), or larger inputs", _SLOWER + _SIZES
+
+
+def _some_kernels(
+    own: Mapping[str, tuple[float, float]], peers: Sequence[Mapping[str, tuple[float, float]]], longer: float
+) -> str:
+    """Name the kernel that takes most of the extra time; empty if those that slow alike are most of what the others run."""
+    theirs = {name: statistics.median(x.get(name, (0.0, 0.0))[1] for x in peers) for x in peers for name in x}
+    alike = sum(us for name, us in theirs.items() if own.get(name, (0.0, 0.0))[1] >= us * (1 + (longer - 1) / 2))
+    if alike >= MOST * sum(theirs.values()):
+        return ""
+    name = max(own, key=lambda name: own[name][1] - theirs.get(name, 0.0))
+    us, usual = own[name][1], theirs.get(name, 0.0)
+    often = f"{us / usual:.2f} times as long" if usual else "which the others do not run"
+    return f", but not all of them: most of it is in {visible(name)[:NAME]}, {often}"

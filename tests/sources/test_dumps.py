@@ -436,6 +436,24 @@ def test_most_of_the_dumps_missing_is_no_rank_lost(tmp_path: Path, world: int, g
     assert f.victims == tuple(range(given))
 
 
+@pytest.mark.parametrize(
+    ("timed_out", "state", "severity"), [(True, "degraded", "error"), (False, "waiting", "warning")]
+)
+def test_one_of_two_dumps_proves_a_hang_only_with_its_time(
+    tmp_path: Path, timed_out: bool, state: str, severity: str
+) -> None:
+    job = trained(Job(2))
+    job.collective(done=False)
+    write(tmp_path, job)
+    (tmp_path / "_dump_0").unlink()
+    entered_s = pickle.loads((tmp_path / "_dump_1").read_bytes())["entries"][-1]["time_created_ns"] / 1e9
+    os.utime(tmp_path / "_dump_1", (entered_s + (600 if timed_out else 10**7),) * 2)
+    report = diagnose_dumps(tmp_path)
+    (f,) = report.findings
+    assert (f.kind, f.culprits, report.state, f.severity) == ("rank_lost", (0,), state, severity)
+    assert report.unjudged == (None if timed_out else "1 of 2 ranks have a dump") and ("if" in f.cost) is not timed_out
+
+
 def test_a_missing_dump_is_always_reported(tmp_path: Path) -> None:
     write(tmp_path / "dumps", trained(Job(4)))
     (tmp_path / "dumps" / "_dump_1").unlink()

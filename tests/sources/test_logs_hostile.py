@@ -169,6 +169,16 @@ def test_further_ranks_are_read_where_their_lines_differ_in_the_rank_only(tmp_pa
     assert len(found.ranks) == 3000
 
 
+def test_a_file_that_is_not_read_shows_nothing_of_the_one_before_it(tmp_path: Path) -> None:
+    first, refused = tmp_path / "a.log", tmp_path / "b.log"
+    first.write_text("step 1 loss 0.5\nstep 2 loss nan\nTraining completed\n")
+    refused.write_text("x\n")
+    found = Collector([first, refused]).read(refused={str(refused): "takes too long"})
+    assert found.steps and [path.name for path, end in found.ends.items() if end.stepped or end.well or end.loss] == [
+        "a.log"
+    ]
+
+
 def test_a_file_that_takes_too_long_is_read_in_part_and_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MAX_DETAIL", 100_000)
     words = (

@@ -299,6 +299,20 @@ def test_a_local_rank_is_a_rank_where_the_launcher_gives_the_node_s_first(tmp_pa
     assert mixed.message.startswith("local rank 2 had") and mixed.certainty == "suspected"
 
 
+def test_the_only_rank_of_a_node_has_all_lines_with_its_label(tmp_path: Path) -> None:
+    lines = [f"10.0.0.{n}: [INFO] [launch.py:148:main] nnodes=2, num_local_procs=1, node_rank={n}\n" for n in (0, 1)]
+    found = [
+        only(
+            diagnose(
+                tmp_path,
+                "".join(lines).replace("procs=1", f"procs={n}") + raised(0, "ValueError: odd", prefix="10.0.0.1: "),
+            )
+        )
+        for n in (1, 2)
+    ]
+    assert [f.culprits for f in found] == [(1,), ()]
+
+
 def test_a_pid_in_the_kernels_log_of_a_host_is_the_rank_that_its_launcher_started(tmp_path: Path) -> None:
     nodes = "".join(f"w-{n}: [INFO] [launch.py:164:main] nnodes=2, num_local_procs=4, node_rank={n}\n" for n in (0, 1))
     nodes += "w-0: [INFO] [launch.py:162:main] global_rank_mapping={'w-0': [0, 1, 2, 3], 'w-1': [4, 5, 6, 7]}\n"

@@ -25,6 +25,7 @@ DCP = raised(0, "CheckpointException: CheckpointException ranks:dict_keys([3])")
 )
 SLURM = "slurmstepd: error: *** STEP 7.0 ON g1 CANCELLED AT 2031-03-02T09:00:00{why} ***\n"
 RICH = "╭──── Traceback (most recent call last) ────╮\n│ /w/run.py:61 in main                      │\n│ ❱ 61     step(batch)                      │\n╰───────────────────────────────────────────╯\nValueError: bad crop\n"
+SERVER = "[2031-03-02 08:19:00] server_args=ServerArgs(model_path='m', tp_size=8, dp_size={}, nnodes={}, node_rank=0)\n"
 TP = '[2031-03-02 08:19:45 TP3] Scheduler hit an exception: Traceback (most recent call last):\n  File "/w/cache.py", line 2, in make\n    torch.zeros(\n'
 LAUNCH = "W0302 08:00:00.1 9 torch/distributed/run.py:793] Setting OMP_NUM_THREADS environment variable for each process to be 1\n"
 
@@ -103,6 +104,9 @@ def ends(*rows: tuple[int, int, str]) -> str:
         ("2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons\n", "rank_lost/killed", (), "memory"),
         ("python[51]: segfault at 8 ip 00007f1c sp 00007ffd error 4 in libtorch_cuda.so\n", "rank_lost/killed", (), "51 SIGSEGV"),
         (TP + OOM + "\n", "rank_lost/crashed", (), "TP3 GPU"),
+        (SERVER.format(1, 1) + TP + OOM + "\n", "rank_lost/crashed", (3,), "rank 3 GPU"),
+        (SERVER.format(2, 1) + TP + OOM + "\n", "rank_lost/crashed", (), "TP3 GPU"),
+        (SERVER.format(1, 2) + TP + OOM + "\n", "rank_lost/crashed", (), "TP3 GPU"),
         (RICH, "rank_lost/crashed", (), "crop run.py:61"),
         # who writes, and when
         ("".join(timeout(r) for r in range(3)) + "[rank3]: epoch 3 done\n", "timeout/late_rank", (3,), "#40"),
@@ -185,6 +189,7 @@ def test_what_only_talks_of_errors_is_no_evidence(tmp_path: Path, text: str) -> 
         ("RuntimeError: DataLoader worker (pid(s) 8) exited unexpectedly", "num_workers=0"),
         ("RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "memory is full"),
         ("ImportError: /x.so: undefined symbol: _Z3", "built for another version"),
+        ("RuntimeError: CUDA error: no kernel image is available for execution on the device", "get_arch_list"),
         ("wandb.errors.UsageError: api_key not configured (no-tty). call wandb.login(key=[k])", "WANDB_MODE=offline"),
         ("wandb.errors.AuthenticationError: No API key configured. Use `wandb login` to log in.", "WANDB_API_KEY"),
         ("neptune.MissingApiTokenException: access token is missing", "key or token on that rank"),

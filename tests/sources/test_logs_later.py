@@ -119,6 +119,27 @@ def test_a_job_has_ended_if_each_file_with_steps_says_so(tmp_path: Path) -> None
         assert report is not None and report.state == state
 
 
+@pytest.mark.parametrize(
+    ("end", "ended"),
+    [
+        ("Process 71 exits successfully.\nProcess 72 exits successfully.\n", True),
+        ("Process 71 exits successfully.\nProcess 71 exits successfully.\n", False),
+        ("[rank0]: exiting with code 0\n[rank1]: exiting with code 0, will be requeued\n", True),
+        ("[rank0]: Done.\n[rank1]: Done.\n", True),
+        ("[rank0]: Done.\n[rank1]: Done.\n[rank0]: step 6 loss 0.2\n", False),
+        ("[rank0]: Done.\n", False),
+        ("`Trainer.fit` stopped: `max_epochs=1` reached.\nEpoch 0: 100%|####| 64/64 [00:12<00:00]\n", True),
+        ("`Trainer.fit` stopped: `max_epochs=1` reached.\nEpoch 1: 100%|####| 64/64 [00:12<00:00]\n", False),
+        ("[rank0]: Training finished\n" + "[rank1]:[W1229 22:06:38.5 TCPStore.cpp:106] Broken pipe\n" * 15, True),
+    ],
+)
+def test_a_job_has_ended_if_all_its_processes_have(tmp_path: Path, end: str, ended: bool) -> None:
+    steps = "".join(f"[rank{q}]: step {n} loss 0.3\n" for n in range(5) for q in (0, 1))
+    report = diagnose(tmp_path, f"{steps}Epoch 0: 100%|####| 64/64 [00:11<00:00]\n{end}")
+    assert report is not None and (report.unjudged is None) is ended
+    assert ended or not any("ended well" in note for note in report.notes)
+
+
 def test_a_failure_that_ended_an_earlier_run_was_not_caught(tmp_path: Path) -> None:
     failed = "E0302 08:00:00.1 8 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: 1) local_rank: 3 (pid: 9) of binary: python\n"
     report = diagnose(tmp_path, raised(3, OOM) + failed + "".join(f"[rank0]: step {i} loss 0.5\n" for i in range(40)))

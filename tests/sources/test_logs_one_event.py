@@ -15,6 +15,43 @@ from tests.sources.test_logs import about, diagnose, only, raised, table, timeou
 KILLED = "Memory cgroup out of memory: Killed process {pid} (pt_data_worker) total-vm:9kB, anon-rss:9kB\n"
 
 
+GLOO_LATE = (
+    "RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"
+)
+BAR = "Map:  {0}%|##  | {0}/100 [06:10:53<4:31:33, 17.07 examples/s]\n"
+
+
+def test_the_host_in_front_of_a_kernels_line_has_the_gpu(tmp_path: Path) -> None:
+    ranks = "".join(f"{q}: [rank {q}/8] host h{q // 4}\n" for q in range(8))
+    xid = (
+        "h1 kernel: [74785.661190] NVRM: Xid (PCI:0000:3b:00): 79, pid=2117, name=python, GPU has fallen off the bus.\n"
+    )
+    report = diagnose(
+        tmp_path, ranks + xid + raised(5, "torch.AcceleratorError: CUDA error: unspecified launch failure")
+    )
+    assert report is not None and report.ranks_seen == 8
+    assert only(report).message.startswith("host h1 has a GPU with Xid 79")
+
+
+def test_a_host_is_named_once(tmp_path: Path) -> None:
+    line = "us-gpu12:423:611 [0] net_socket.cc:540 NCCL WARN NET/Socket : peer 192.168.1.13<51220> message truncated : receiving 524288 bytes instead of 65536\n"
+    assert only(diagnose(tmp_path, line)).message.startswith("GPU 0 of us-gpu12 and its peer at 192.168.1.13")
+
+
+def test_ranks_on_one_gpu_are_why_nccl_calls_their_use_invalid(tmp_path: Path) -> None:
+    both = "[rank1]: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000\n"
+    text = both + "".join(raised(q, "RuntimeError: ncclCommInitRank failed: invalid usage") for q in (0, 1))
+    assert only(diagnose(tmp_path, text)).message.startswith("ranks 0, 1 share one GPU")
+
+
+def test_a_bar_that_moves_while_others_wait_is_of_the_silent_rank(tmp_path: Path) -> None:
+    late = "".join(raised(q, GLOO_LATE) for q in (1, 2))
+    f = only(diagnose(tmp_path, "[rank0]: ok\n" + BAR.format(70) + late + BAR.format(72)))
+    assert f.culprits == (0,) and "a progress bar moved on" in f.message and "longer timeout" in f.advice
+    f = only(diagnose(tmp_path, "[rank0]: ok\n" + BAR.format(70) + late))
+    assert f.culprits == (0,) and "progress bar" not in f.message and f.advice.startswith("read the log of rank 0")
+
+
 def test_of_nested_labels_the_innermost_is_the_process(tmp_path: Path) -> None:
     line = "(Engine_0 pid=40) (Worker TP2 pid=52) RuntimeError: CUDA error: misaligned address\n"
     assert (writer(line).process, writer(line).pid) == ("Worker TP2 pid=52", 52)

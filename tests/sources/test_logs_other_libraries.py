@@ -160,7 +160,8 @@ def test_different_exceptions_of_two_ranks_are_two_findings(tmp_path: Path) -> N
         ("OSError: [Errno 28] No space left on device", "FileNotFoundError: [Errno 2] No such file: 'p.tmp'", "raised OSError: [Errno 28] No space left on device at {0}; while handling that, it raised FileNotFoundError", "make room"),
         ("ValueError: odd", "OSError: [Errno 28] No space left on device", "raised ValueError: odd at {0}; while handling that, it raised OSError", "make room"),
         ("queue.Empty", "RuntimeError: DataLoader worker (pid(s) 8) exited unexpectedly", "raised RuntimeError: DataLoader worker", ""),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB.", "RuntimeError: CUDA error: unspecified launch failure", "ran out of GPU memory", ""),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB.", "RuntimeError: CUDA error: unspecified launch failure", "ran out of GPU memory at {0}", ""),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.00 GiB.", "Exception: capture failed: CUDA out of memory. Tried to allocate 1.00 GiB.", "ran out of GPU memory at {0}", ""),
     ],
 )  # fmt: skip
 def test_of_a_chain_of_exceptions_the_first_is_the_reason(
@@ -170,6 +171,15 @@ def test_of_a_chain_of_exceptions_the_first_is_the_reason(
     f = only(diagnose(tmp_path, text + trace("<module>", last, 9), "rank1.log"))
     site = f"{f.where[0].file.rpartition('/')[2]}:31 in load"
     assert says.format(site) in f.message and do in f.advice
+
+
+def test_the_place_of_a_cause_is_in_the_traceback_that_raised_it(tmp_path: Path) -> None:
+    text = (
+        trace("load", "ValueError: odd", 31)
+        + "\nThe above exception was the direct cause of the following exception:\n\n"
+    )
+    f = only(diagnose(tmp_path, text + trace("<module>", "RuntimeError: step failed", 9), "rank1.log"))
+    assert "raised RuntimeError: step failed, because of ValueError: odd at" in f.message and f.where[0].line == 31
 
 
 @pytest.mark.parametrize("label", ["", "worker-0: "])

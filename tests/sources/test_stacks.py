@@ -407,6 +407,13 @@ def test_ranks_that_move_are_healthy_and_one_that_is_awaited_is_named() -> None:
     assert (stuck.kind, stuck.severity, stuck.culprits) == ("stall", Severity.WARNING, (1,))
 
 
+def test_the_innermost_frame_of_a_rank_that_computes_in_a_library_is_shown() -> None:
+    forward = frame("forward", "/opt/lib/python3.12/site-packages/transformers/mixtral.py", 879)
+    works = Seen(position=position(at(forward, USER, idle=False)), once=True)
+    (f,) = findings({0: works, 1: seen(41, "all_reduce"), 2: seen(41, "all_reduce")})
+    assert f.culprits == (0,) and "(innermost frame at mixtral.py:879 in forward)" in f.message
+
+
 def test_ranks_that_all_sleep_are_healthy_and_that_all_wait_for_a_lock_are_not() -> None:
     asleep = {r: Seen(position=position(at(USER), lambda path: "time.sleep(9)\n" * 50)) for r in range(2)}
     assert findings(asleep) == []

@@ -210,6 +210,48 @@ def test_a_late_rank_runs_more_kernels_or_longer_ones(tmp_path: Path, more: bool
     assert found.advice is not None and ("a larger batch" if more else "node-1, GPU 5 (Made-Up 9)") in found.advice
 
 
+@pytest.mark.parametrize(
+    ("name", "host", "advice"),
+    [
+        ("aten::addmm", True, "find what slows the host of rank 1"),
+        ("MyFunctionBackward", False, "see what rank 1 does inside these operators"),
+        ("", False, "see what rank 1 does between its operators"),
+    ],
+)
+def test_a_device_that_idles_inside_an_operator_waits_for_its_host(
+    tmp_path: Path, name: str, host: bool, advice: str
+) -> None:
+    for rank in range(3):
+        path = write_rank(tmp_path, rank)
+        events = change(path)
+        for e in list(events):
+            late = 300.0 if rank == 1 else 2.0
+            if e["name"].startswith("nccl"):
+                e["ts"], e["dur"] = e["ts"] + late, e["dur"] - late
+                events.append(op(name, e["ts"] - late - 5, e["ts"])) if name else None
+        change(path, traceEvents=events)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict is not None and found.advice is not None and found.advice.startswith(advice)
+    assert ("its host is slow in launching" in found.verdict) is host
+    assert (f"inside operators: {name} takes 0.30 ms" in found.verdict) is bool(name)
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_a_device_is_slow_only_if_most_of_its_kernels_are(tmp_path: Path, few: bool) -> None:
+    for rank in range(3):
+        path = write_rank(tmp_path, rank, late_us=300.0 * (rank == 1))
+        events = change(path)
+        for e in [e for e in events if e["name"] == "gemm"]:  # half of the time is in another kernel
+            other = 150.0 if few else e["dur"] / 2
+            e["dur"] -= other
+            events.append(op("adam", e["ts"] + e["dur"], e["ts"] + e["dur"] + other, tid=7, cat="kernel"))
+        change(path, traceEvents=events)
+    found = diagnose("traces", find([str(tmp_path)]))
+    assert found.verdict is not None and "on average 2.00 times as long" in found.verdict
+    assert ("a slower device" in found.verdict) is not few
+    assert ("most of it is in gemm, 3.00 times as long" in found.verdict) is few
+
+
 def load_data(path: Path, waits: list[float], kind: str = "_MultiProcessing") -> None:
     """Let each step begin with a wait for data, in which nothing else runs; the collective ends as before."""
     events = change(path)

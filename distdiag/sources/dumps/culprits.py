@@ -17,6 +17,7 @@ from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.diagnosis.waits.incidents import components
 from distdiag.diagnosis.waits.wait import Wait, other_end_of
 from distdiag.terms.operations import synchronizes
+from distdiag.terms.ranks import grouped
 
 Crossed = tuple[tuple[Wait, frozenset[int]], ...]
 Paths = Mapping[int, Mapping[tuple[str, int], tuple[Site, ...]]]
@@ -153,10 +154,7 @@ def _ends(graph: WaitGraph, links: Links, dumped: Iterable[int], awaited: frozen
     """
     number = {key: -i - 1 for i, key in enumerate(links)}
     onward: dict[int, list[int]] = {}
-    lacked: dict[int, list[tuple]] = {}
-    for link in links.values():
-        for q in link.lacking:
-            lacked.setdefault(q, []).append(link.wait.key)
+    lacked = grouped((q, link.wait.key) for link in links.values() for q in link.lacking)
     for r in dumped:
         mine = graph.of_rank.get(r, ())
         # ops that its device has not begun are queued behind those it has

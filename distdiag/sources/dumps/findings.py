@@ -17,11 +17,9 @@ from distdiag.diagnosis.text.template import Template, filled
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import Wait, call_at
 from distdiag.sources.dumps.culprits import Blame, one_more
-from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load_report import LoadReport
-from distdiag.sources.dumps.running import APART_S, MOVING_S
-from distdiag.sources.dumps.times import DUMPED_WITHIN_S, written_at_timeout
-from distdiag.sources.dumps.working import Working
+from distdiag.sources.dumps.running import APART_S, MOVING_S, Working
+from distdiag.sources.dumps.times import DUMPED_WITHIN_S, LateRanks, written_at_timeout
 from distdiag.terms.operations import synchronizes
 from distdiag.terms.units import duration
 
@@ -227,6 +225,11 @@ class Findings:
         longest = max(waits, default=0.0)
         known = limit_s is not None and MOVING_S <= longest <= limit_s + DUMPED_WITHIN_S
         return f", for {duration(longest)} at most, by the files' times" if known else ""
+
+    def untimed(self) -> bool:
+        """True if nothing shows that what ranks wait in timed out, nor how long they had waited."""
+        main = self.blame.silent_in or self.blame.main
+        return not self.waited() and (main is None or not self._timed_out(main))
 
     def _older_s(self) -> float:
         """Return by how much the culprits' files are older than those of all victims; 0 if a file is older than its entries."""

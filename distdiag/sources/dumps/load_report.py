@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from distdiag.diagnosis.model.snapshot import Call, Site
-from distdiag.sources.dumps.late_ranks import LateRanks
-from distdiag.sources.dumps.times import Times
+from distdiag.sources.dumps.times import LateRanks, Times
 
 
 @dataclass
@@ -30,9 +29,8 @@ class LoadReport:
     unmet: dict[int, list[Call]] = field(default_factory=dict)  # in flight, and the peer has issued later messages
     # (send, recv) of different lengths with an end in flight, by sender and receiver
     unequal: dict[tuple[int, int], tuple[Call, Call]] = field(default_factory=dict)
-    batched: frozenset[str] = (
-        frozenset()
-    )  # groups with batches: their messages run together, in one queue with collectives
+    # groups with batches: their messages run together, in one queue with collectives
+    batched: frozenset[str] = frozenset()
     late: LateRanks | None = None
     newest: dict[int, Call] = field(default_factory=dict)  # each rank's newest call
     # the user's frames of each rank's newest collectives, by group and number, outermost first

@@ -12,6 +12,7 @@ from distdiag.diagnosis.model.snapshot import Call
 from distdiag.diagnosis.waits.messages import OPPOSITE
 from distdiag.sources.dumps.entries import Entry
 from distdiag.sources.dumps.scan import Scan
+from distdiag.terms.ranks import grouped
 
 # (number, True if it is not known to wait, entry, its file), and those by (rank, peer, direction)
 End = tuple[int, bool, Entry, Scan]
@@ -135,9 +136,7 @@ def _unequal(sends: list[End], recvs: list[End], numbered: bool, whole: bool) ->
 
 def _passed_by(by_pair: Pairs) -> dict[tuple[int, int, str], set[int]]:
     """Return numbers of messages that the other end has skipped: it issued later ones. Empty if the ends mostly disagree."""
-    of_rank: dict[int, list[int]] = {}
-    for (rank, _, _), es in by_pair.items():
-        of_rank.setdefault(rank, []).extend((es[0][0], es[-1][0]))
+    of_rank = grouped((rank, end[0]) for (rank, _, _), es in by_pair.items() for end in (es[0], es[-1]))
     out: dict[tuple[int, int, str], set[int]] = {}
     matched = 0
     for (rank, peer, direction), es in by_pair.items():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distdiag.sources.dumps.content import DumpFile
+from distdiag.terms.ranks import grouped
 from distdiag.terms.untrusted import is_rank, numbers
 
 _RANK = re.compile(r"rank[-_.=]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
@@ -22,11 +23,7 @@ def name_ranks(files: Sequence[DumpFile]) -> None:
     for f in files:
         if f.rank is None and (found := _RANK.findall(f.path.name)) and is_rank(rank := int(found[-1])):
             f.rank = rank
-    by_folder: dict[Path, list[DumpFile]] = {}
-    for f in files:
-        if f.rank is None:
-            by_folder.setdefault(f.path.parent, []).append(f)
-    for neighbours in by_folder.values():
+    for neighbours in grouped((f.path.parent, f) for f in files if f.rank is None).values():
         _by_position(neighbours, [_stem(f.path) for f in neighbours])
     for f in (f for f in files if f.rank is None):
         members = [set(ranks) for _, ranks in f.groups.values() if ranks]

@@ -14,6 +14,7 @@ from distdiag.sources.dumps.content import DumpFile
 from distdiag.sources.dumps.entries import time_ns
 from distdiag.sources.dumps.times import limit_ns, span_ns, written_at_timeout
 from distdiag.terms.operations import synchronizes
+from distdiag.terms.ranks import grouped
 
 SLACK_NS = 1_000_000_000  # a clock that NTP corrects during the run moves by less
 COMPARED = 4  # ranks of the newer set that each older dump is compared with
@@ -57,11 +58,8 @@ def without_other_runs(chosen: Chosen) -> tuple[Chosen, dict[int, str]]:
 
 def _one_world(chosen: Chosen) -> tuple[Chosen, dict[int, str]]:
     """Return the dumps whose default groups have the same members as the newest one's; the reason for each other rank."""
-    worlds: dict[frozenset[int], list[int]] = {}
-    for q, files in sorted(chosen.items()):
-        members = next((frozenset(m) for f in files for d, m in f.groups.values() if d == "default_pg" and m), None)
-        if members is not None:
-            worlds.setdefault(members, []).append(q)
+    listed = ((q, [m for f in files for d, m in f.groups.values() if d == "default_pg"]) for q, files in chosen.items())
+    worlds = grouped((frozenset(m), q) for q, lists in sorted(listed) for m in [*filter(None, lists)][:1])
     if len(worlds) < 2:
         return chosen, {}
     ours = max(worlds, key=lambda w: (max(f.newest_ns for q in worlds[w] for f in chosen[q]), len(worlds[w])))

@@ -38,7 +38,7 @@ class Scan:
     pair_completed: dict[str, int] = field(default_factory=dict)
     timed: bool = False  # starts are recorded (TORCH_NCCL_ENABLE_TIMING): an entry without one has not begun
     main: bool = False  # the main thread has made calls, too
-    keys: dict[str, str] = field(default_factory=dict)  # by name of the group: its key in the snapshot; see `groups`
+    keys: dict[str, str] = field(default_factory=dict)  # by name of the group: its key in the snapshot
     assumed: Collection[str] = ()  # keys of groups whose members are not recorded
     helpers: frozenset[Site] = frozenset()  # the user's lines that make calls for several others, on any rank
 

@@ -23,11 +23,10 @@ from distdiag.sources.dumps import culprits as dump_stalls
 from distdiag.sources.dumps.culprits import Blame
 from distdiag.sources.dumps.files import find, likely
 from distdiag.sources.dumps.findings import Findings
-from distdiag.sources.dumps.late_ranks import LateRanks
 from distdiag.sources.dumps.load import load
 from distdiag.sources.dumps.load_report import LoadReport
-from distdiag.sources.dumps.running import was_running
-from distdiag.sources.dumps.working import find as still_working
+from distdiag.sources.dumps.running import still_working, was_running
+from distdiag.sources.dumps.times import LateRanks
 from distdiag.sources.stacks.calls import Position
 
 LIMITS = guard.Limits()
@@ -109,9 +108,11 @@ def _judge(
             message = found[-1] if findings.one_more() else None
         elif not running:
             found += proofs  # cycles: suspected only, and only if no rank is missing
-    found += absent.without_dump(
-        findings, decided=any(f.severity == Severity.ERROR for f in found), running=bool(running)
-    )
+    decided = any(f.severity == Severity.ERROR for f in found)
+    found += (lost := absent.without_dump(findings, decided, bool(running)))
+    half = 2 * len(loaded.files) <= snapshot.world_size and any(f.culprits for f in lost)
+    few = half and not (decided or stopped) and findings.untimed()
+    running = None if few else running
     found += absent.unreadable(findings, given)
     moved = ""
     if blame.in_flight and not any(f.severity == Severity.ERROR and f.kind != "recorder" for f in found):
@@ -132,6 +133,7 @@ def _judge(
         ranks_seen=len(loaded.files),
         findings=tuple(found),
         notes=tuple(notes),
+        unjudged=f"{len(loaded.files):,} of {snapshot.world_size:,} ranks have a dump" if few else None,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.sources.logs import meanings
-from distdiag.sources.logs.build import fewer, job_ranks, library, some
+from distdiag.sources.logs.build import job_ranks, library, some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import absent_ranks
 from distdiag.sources.logs.message import Role
@@ -105,11 +105,6 @@ def without_each_other(facts: Sequence[Fact]) -> list[set[int]]:
     sides = sorted({frozenset(ranks) for ranks in lacking.values()}, key=len)
     apart = len(sides) == 2 and sides[0].isdisjoint(sides[1])
     return [set(side) for side in sides] if apart else []
-
-
-def smaller_side(found: Collected, facts: Sequence[Fact]) -> Collection[int]:
-    """Return the ranks of the smaller one of two sides that wait for each other."""
-    return fewer(without_each_other(facts))
 
 
 def of_sides(facts: Sequence[Fact]) -> dict[str, str]:

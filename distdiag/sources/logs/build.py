@@ -130,14 +130,13 @@ def last_words(found: Collected, ranks: Collection[int], others: Iterable[int] =
     rank = next(iter(ranks))
     writes = any(rank in (f.who.rank, f.who.task) for f in found.named("horovod_stall"))  # as rank 0 does
     silent = not writes and all(f.rank != rank for f in found.facts)
-    if text := (found.said if silent else found.earlier).get(rank, ""):
+    if text := found.last_lines(earlier=not silent).get(rank, ""):
         whose = "its last line" if silent else f"the last line of rank {rank} before that"
-        theirs = {q: found.earlier.get(q, "") for q in others}
+        before = found.last_lines(earlier=True)
+        theirs = {q: before.get(q, "") for q in others}
         same = {_OF_RANK.sub("", line) for line in theirs.values()} - {_OF_RANK.sub("", text)}
-        rest = (
-            f", that of {rank_list(sorted(theirs))} `{shortened(min(theirs.values()), LONG)}`"
-            if len(same) == 1 and all(theirs.values())
-            else ""
-        )
+        rest = ""
+        if len(same) == 1 and all(theirs.values()):
+            rest = f", that of {rank_list(sorted(theirs))} `{shortened(min(theirs.values()), LONG)}`"
         return f"; {whose} is `{shortened(text, LONG)}`{rest}"
     return ""

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from distdiag.guard import TOGETHER, Announce, stored_bytes
-from distdiag.sources.logs import later, lines
+from distdiag.sources.logs import ends, lines
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.gpu_memory import held_by_left
 from distdiag.sources.logs.hosts import LASTING
-from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.learned import Learned
 from distdiag.sources.logs.message import Pattern, Role
 from distdiag.sources.logs.patterns import MESSAGES, TABLE
@@ -20,6 +19,7 @@ from distdiag.sources.logs.recorded import MARK, Recorded
 from distdiag.sources.logs.tables import Tables, rank_of
 from distdiag.sources.logs.tracebacks import PASSES_OVER, PREFIX, PROSE, Tracebacks
 from distdiag.sources.logs.writers import Writer, messages, plain, time_of
+from distdiag.terms.ranks import grouped
 from distdiag.terms.untrusted import bounded, is_rank
 
 MAX_FACTS = 50_000
@@ -46,9 +46,8 @@ _OF_LAUNCHER = bounded(r"torch/distributed/(?:run|launcher/\w+|elastic/(?:agent|
 # a process of vLLM or SGLang
 _ENGINE = bounded(r"(?:Engine_?[Cc]ore|Worker[_ ](?:DP|PP|TP|EP)\d|VllmWorker|(?:DP|PP|TP|EP)\d)")
 _STATE_LINES = 5
-_TURN = bounded(
-    r"<\|(?:im_start|start_header_id)\|>(?P<who>\w{1,20})|<\|(?:im_end|eot_id|end_of_text)\|>"
-)  # a begin, or an end
+# a begin, or an end
+_TURN = bounded(r"<\|(?:im_start|start_header_id)\|>(?P<who>\w{1,20})|<\|(?:im_end|eot_id|end_of_text)\|>")
 _GOES_ON = (" exited on", "(stopped sending heartbeats):")  # of prterun, jax
 # how Ray describes an actor that died, before it says how
 _ACTOR = bounded(r"^\s{1,16}(?P<key>actor_id|pid|ip|name): \[?(?P<value>[\w.:]{1,60})")
@@ -65,12 +64,12 @@ class Collector:
     """Reads files one after another; `result` has their contents."""
 
     def __init__(self, paths: Iterable[Path], wrapped: Mapping[Path, int] | None = None) -> None:
-        self.result, self.later = Collected(), Later()
+        self.result = Collected()
         self.paths = list(paths)
         self._bounds = lines.Bounds()
         self._wrapped = wrapped or {}  # the column at which a terminal wrapped the lines of a file
         self._of_one: dict[tuple[object, ...], int] = {}
-        self._learned = Learned(self.result, self.later, self._of_one)
+        self._learned = Learned(self.result, self._of_one)
         self._times: dict[tuple[object, ...], tuple[str, float]] = {}  # of each process's newest line
         self._table = Tables()
         self._tracebacks = Tracebacks(self.result, self._add)
@@ -89,14 +88,14 @@ class Collector:
         self, announce: Announce = lambda _step, _bytes: None, refused: Mapping[str, str] | None = None
     ) -> Collected:
         """Return what the files contain, except those that `guard.judged` has refused."""
-        out, bounds = self.result, self._bounds
+        out, bounds, left = self.result, self._bounds, ends.MOST_LINES
         for path in self.paths:
             first, number = len(out.facts), 0
+            bounds.start(path)
             try:
                 if refused and str(path) in refused:
                     raise OSError(refused[str(path)])
                 announce(str(path), stored_bytes(path))
-                bounds.start(path)
                 for number, text in lines.lines(path, bounds, self._wrapped.get(path)):
                     for message, who in messages(plain(text)):
                         self._read_line(path, number, message[:MAX_MESSAGE], who)
@@ -111,13 +110,12 @@ class Collector:
             new = [f for f in out.facts[first:] if f.name != "timeout_cut" or f.line + 1 >= number]
             out.facts[first:] = self._of_one_run(path, new)
             failed = min((f.line for f in out.facts[first:] if f.role not in (Role.FACT, Role.HINT)), default=None)
-            self.later.begin(path, bounds.head)
-            self.later.read(path, bounds.tail, failed)
+            left = out.ends[path].read(bounds.head, bounds.tail, failed, left)
             out.facts[first:] = self._since_stop(path, out.facts[first:])
             stopped = any(f.name == "cancelled" for f in out.facts[first:])
             retries = any(b"etry" in block for _, block in bounds.tail)
-            if (stopped or retries) and (pace := later.pace(bounds.tail)):
-                out.pace[path] = pace
+            if stopped or retries:
+                out.ends[path].pace = ends.pace(bounds.tail)
             out.files.append(path)
             for pid, named in bounds.pids.items():
                 if is_rank(named):
@@ -141,10 +139,8 @@ class Collector:
         """Return the facts of a file's last launch, and of its last attempt that failed by itself, not by what one before left."""
         launches = {f.run[0] for f in facts if f.role is not Role.HINT}
         launch = max(launches, default=0)
-        attempts: dict[int, list[Fact]] = {}
-        for f in facts:
-            if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT):
-                attempts.setdefault(f.run[1], []).append(f)
+        here = (f for f in facts if f.run[0] == launch and f.role in (Role.CAUSE, Role.WAIT))
+        attempts = grouped((f.run[1], f) for f in here)
         follow = set[int]()
         attempt = max(attempts, default=0)
         while len(attempts) > 1 and (own := [f for f in attempts[attempt] if f.role is Role.CAUSE]):
@@ -152,7 +148,7 @@ class Collector:
                 break  # else it failed by processes of an earlier attempt, which have not ended
             follow.add(attempt)
             self.result.followed.insert(0, attempts.pop(attempt)[0])
-            self.later.restarts.pop(path, None)  # it did not help
+            self.result.ends[path].restart = 0  # it did not help
             attempt = max(attempts)
         failed = {f.run for f in facts if f.role is not Role.HINT and f.run < (launch, attempt)}
         self.result.left_out += len(failed)
@@ -165,8 +161,8 @@ class Collector:
     def _since_stop(self, path: Path, facts: list[Fact]) -> list[Fact]:
         """Return the facts after the last stop from outside after which the job was started again, and then failed."""
         for stop in (f for f in reversed(facts) if f.name in _STOPS):
-            ends = [f.line for f in facts if f.line > stop.line and f.role not in (Role.FACT, Role.HINT)]
-            if ends and self.later.went_on(path, stop.line, min(ends)):
+            failed = [f.line for f in facts if f.line > stop.line and f.role not in (Role.FACT, Role.HINT)]
+            if failed and self.result.ends[path].went_on(stop.line, min(failed)):
                 self.result.left_out += 1
                 self.result.before.append(stop)
                 return [f for f in facts if f.line > stop.line]

@@ -12,6 +12,7 @@ from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import before, earlier, process
 from distdiag.sources.logs.meanings import GENERAL, OF_EARLIER_LOG, RERUN_ELSEWHERE, RERUNS
 from distdiag.sources.logs.patterns import MEANINGS
+from distdiag.terms.ranks import grouped
 from distdiag.terms.untrusted import MAX_RANKS, bounded
 
 SAME_EVENT_S = 600.0  # a process reports its device's failure no later
@@ -168,10 +169,8 @@ def _of_one_limit(reasons: list[Reason]) -> list[Reason]:
 
 def _without_repeats(reasons: list[Reason]) -> list[Reason]:
     """Return the reasons without those whose processes report the same in another one, with more detail."""
-    having: dict[tuple[str, ...], list[Reason]] = {}  # by name and a field of the first fact: there may be thousands
-    for r in reasons:
-        for item in ((), *r.facts[0].fields.items()):
-            having.setdefault((r.facts[0].name, *item), []).append(r)
+    first = ((r, r.facts[0]) for r in reasons)  # by name and a field of it: there may be thousands
+    having = grouped(((f.name, *item), r) for r, f in first for item in ((), *f.fields.items()))
 
     def repeats(r: Reason) -> bool:
         name, fields = r.facts[0].name, r.facts[0].fields.items()

@@ -300,11 +300,8 @@ def joined(reasons: list[Reason], ended: list[Reason]) -> list[Reason]:
         times = {q: t for r in fitting for q, t in r.times.items()}
         first_ones = [q for q, t in times.items() if t == min(times.values())]
         if len(own.facts) == 1 and len(first_ones) == 1 < len(times) and all(times.values()):
-            own.ranks, own.inferred, own.guessed = (
-                {*first_ones},
-                True,
-                True,
-            )  # the launcher saw it end before all others
+            # the launcher saw it end before all others
+            own.ranks, own.inferred, own.guessed = {*first_ones}, True, True
         if len(ranks) > 1 and not own.ranks:
             failed = rank_list(sorted(ranks))
             own.after += f"; the launcher reports that {failed} failed, and the log does not show whose error it is"

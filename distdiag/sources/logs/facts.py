@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from distdiag.diagnosis.model.snapshot import Site
+from distdiag.sources.logs.ends import PREFIX, FileEnd, Loss
 from distdiag.sources.logs.message import Message, Role
 from distdiag.sources.logs.patterns import MESSAGES
 from distdiag.sources.logs.recorded import Recorded
@@ -86,34 +88,6 @@ class Fact:
 
 
 @dataclass(slots=True)
-class Loss:
-    """How often a rank's last losses are NaN, from which line on, and whether one before them is finite."""
-
-    line: int = 0
-    times: int = 0
-    finite: bool = False
-    shown: str = ""  # what is NaN there
-    step: str = ""  # of that line
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Times of the end of a file: of its progress, and of what comes after that.
-
-    Attributes:
-        last_s: When the program wrote last. What is repeated after the last progress, as a monitor's heartbeat, does not count.
-        longest_s: Longest time between two lines of progress.
-        end_s: Time of the last line.
-        retries: (number, text) of the lines after the last progress, if one process wrote them all, and each says that it tries again.
-    """
-
-    last_s: float
-    longest_s: float
-    end_s: float
-    retries: tuple[tuple[int, str], ...]
-
-
-@dataclass(slots=True)
 class Line:
     """One message, with all that is known of it."""
 
@@ -164,12 +138,10 @@ class Collected:
     # what each launcher was given, by its label or file
     masters: dict[str, dict[str, str]] = field(default_factory=dict)
     first_rank: dict[tuple[Path, str], int] = field(default_factory=dict)  # of a launcher's node; -1 of several
-    pace: dict[Path, Pace] = field(default_factory=dict)
     local_of: dict[tuple[str, str], int] = field(default_factory=dict)  # rank on its node of (label, pid)
     closed: dict[str, tuple[int, int]] = field(default_factory=dict)  # run of the pids of ranks that torchrun ended
     followed: list[Fact] = field(default_factory=list)  # of attempts that failed by what these left
     servers: set[str] = field(default_factory=set)  # hosts of the job's store, to which clients lost their connections
-    tests: set[Path] = field(default_factory=set)  # as in `Later`
     # Megatron's first rerun: node, device, line
     reran: dict[tuple[int, str], tuple[str, str, int]] = field(default_factory=dict)
     nodes_wanted: int = 0  # by torchrun's rendezvous, at least
@@ -182,25 +154,51 @@ class Collected:
     gpus: int = 0  # of each node, by verl's settings
     tasks: int = 0  # that Slurm was asked to start
     series: dict[tuple[str, Path, int | None], list[Fact]] = field(default_factory=dict)  # how fast the ranks are
-    steps: bool = False  # lines show progress
-    took: dict[int, tuple[float, str]] = field(default_factory=dict)  # of a rank's last lines: seconds, and for what
-    bars: dict[Path, str] = field(default_factory=dict)  # the progress bar that moved on while ranks of a file waited
-    said: dict[int, str] = field(default_factory=dict)  # the last line of a rank
-    earlier: dict[int, str] = field(default_factory=dict)  # its last one before the first failure in its file
-    nameless: str = ""  # the last line without a rank before the first failure, in the only file; no step
-    fatal: dict[tuple[Path, int | None], tuple[int, str]] = field(default_factory=dict)  # last error of a file and rank
-    errors: dict[Path, tuple[int, str, Writer]] = field(default_factory=dict)  # of the last lines of files
+    ends: dict[Path, FileEnd] = field(default_factory=lambda: defaultdict(FileEnd))  # of the files, in their order
     well: dict[Path, int] = field(default_factory=dict)  # the last line of a file that says that the job ended well
     late_stop: Fact | None = None  # from outside, after the job had ended well
     ended: bool = False  # the last lines say that the job ended well
-    # such a line before the first failure, if that is later than all progress
-    over: dict[Path, tuple[int, str]] = field(default_factory=dict)
     of_file: dict[Path, int] = field(default_factory=dict)  # rank of each file with one rank's lines
-    losses: dict[tuple[Path, int | None], Loss] = field(default_factory=dict)  # the last ones of each file and rank
     of_nodes: set[Path] = field(default_factory=set)  # files that name ranks on their node
 
     def named(self, *names: str) -> list[Fact]:
         return [f for f in self.facts if f.name in names]
+
+    @property
+    def steps(self) -> bool:
+        """True if a line shows progress."""
+        return any(end.stepped for end in self.ends.values())
+
+    @property
+    def losses(self) -> dict[tuple[Path, int | None], Loss]:
+        """Return the last losses of each file and rank."""
+        shown = ((path, end) for path, end in self.ends.items() if not end.tested)
+        return {(path, rank): loss for path, end in shown for rank, loss in end.loss.items()}
+
+    @property
+    def took(self) -> dict[int, tuple[float, str]]:
+        """Return of a rank's last lines how long something took it in seconds, and what."""
+        return {rank: took for end in reversed(self.ends.values()) for rank, took in end.took.items()}
+
+    def named_rank(self, path: Path, rank: int | None, task: int | None) -> int | None:
+        """Return the rank of a process of a file, by what its lines show."""
+        known = rank if rank is not None or self.per_node else task
+        return known if known is not None else self.of_file.get(path)
+
+    def last_lines(self, earlier: bool = False) -> dict[int, str]:
+        """Return the last line of each rank; with `earlier`, its last one before the first failure in its file."""
+        out: dict[int, str] = {}
+        for path, end in self.ends.items():
+            for key, text in (end.earlier if earlier else end.said).items():
+                if (rank := self.named_rank(path, *key)) is not None and (clean := PREFIX.sub("", text).strip()):
+                    out.setdefault(rank, clean)
+        return out
+
+    def moving(self, facts: Iterable[Fact]) -> str:
+        """Return which progress bar moved on while ranks of a file waited; empty if none did."""
+        first = {f.path: f.line for f in reversed(self.facts) if f.role is Role.WAIT}
+        paths = (path for path in dict.fromkeys(f.path for f in facts) if path in first)
+        return next(filter(None, (self.ends[path].moving(first[path]) for path in paths)), "")
 
     def host_of(self, ranks: set[int]) -> set[str]:
         """Return the one host of these ranks; empty if they have several, or the log does not show it."""

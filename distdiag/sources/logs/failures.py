@@ -317,7 +317,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     message += _whose_numbers(r) + later
     if others:
         message += _followed(r, found, waited, others)
-    number, line = found.over.get(r.facts[0].path, (0, "")) if r.facts else (0, "")
+    number, line = (found.ends[r.facts[0].path].over if r.facts else None) or (0, "")
     if advice in meanings.GENERAL and number:
         message += f"; line {number:,} before it says `{shortened(line, 100)}`"
         advice = meanings.AFTER_THE_WORK

@@ -17,6 +17,7 @@ from distdiag.sources.logs.lines import BLOCK_BYTES, encoding_of
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import TABLE
 from distdiag.sources.logs.writers import is_record, record_of
+from distdiag.terms.ranks import sets_of
 from distdiag.terms.untrusted import bounded, is_rank
 
 MAX_FILES = 1 << 16
@@ -161,9 +162,8 @@ def ranks_of(paths: Iterable[Path]) -> dict[Path, int]:
         out = workers
     name_ranks(files)
     named = {f.path: f.rank for f in files if f.rank is not None and is_rank(f.rank)}
-    numbers: dict[str, set[int]] = {}  # of files whose names differ in a number only
-    for path, rank in named.items():
-        numbers.setdefault(_shape(path), set()).add(rank)
+    # of files whose names differ in a number only
+    numbers = sets_of((_shape(path), rank) for path, rank in named.items())
     consecutive_ones = {s for s, ranks in numbers.items() if len(ranks) > 1 and max(ranks) <= len(ranks)}
     for path, rank in named.items():
         consecutive = _shape(path) in consecutive_ones

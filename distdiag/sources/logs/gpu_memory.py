@@ -28,16 +28,11 @@ def _gib(size: Sequence[str]) -> float:
 
 
 class Held(NamedTuple):
-    """What others hold of a full GPU; empty if none does, or too little to matter.
-
-    Attributes:
-        short: Which process, and on which GPU.
-        whose: "ranks", "others", or "left": by a process of an earlier attempt.
-    """
+    """What others hold of a full GPU; empty if none does, or too little to matter."""
 
     text: str = ""
-    short: str = ""
-    whose: str = ""
+    short: str = ""  # which process, and on which GPU
+    whose: str = ""  # "ranks", "others", or "left": by a process of an earlier attempt
 
 
 def _left(f: Fact, found: Collected) -> set[str]:

@@ -20,7 +20,7 @@ from distdiag.sources.logs.build import some
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.failures import Reason
 from distdiag.sources.logs.join import WAITED, before
-from distdiag.sources.logs.later import REPORTED_S, ZONES_S
+from distdiag.sources.logs.past import REPORTED_S, ZONES_S
 from distdiag.sources.logs.writers import apart
 from distdiag.terms.untrusted import bounded
 

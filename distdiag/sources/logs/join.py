@@ -17,7 +17,7 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import ranks_of
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.writers import apart
-from distdiag.terms.ranks import unfold_ranks
+from distdiag.terms.ranks import sets_of, unfold_ranks
 from distdiag.terms.untrusted import MAX_RANKS, bounded, is_rank
 
 LATER_S = 2.0  # the clocks of hosts differ by less
@@ -127,9 +127,7 @@ def _of_communicators(found: Collected) -> None:
     if max({*found.ranks, *itertools.chain(*found.by_path.values())}, default=0) >= (found.world_size or MAX_RANKS):
         found.world_size = None  # it is that of another program, such as an inference server
         return
-    hosts: dict[int, set[str]] = {}
-    for (_, host, _), rank in largest.items():
-        hosts.setdefault(rank, set()).add(host)
+    hosts = sets_of((rank, host) for (_, host, _), rank in largest.items())
     if 2 * sum(len(named) > 1 for named in hosts.values()) > len(hosts):
         found.world_size = None
         return
@@ -143,12 +141,10 @@ def _of_communicators(found: Collected) -> None:
 
 def _of_spawned(found: Collected) -> None:
     """Note which pid is which rank, by the launchers of several nodes that name theirs and the rank of their first one."""
-    first: dict[str, set[int]] = {}
-    for (_, label), rank in found.first_rank.items():
-        first.setdefault(label, set()).add(rank)
+    first = sets_of((label, rank) for (_, label), rank in found.first_rank.items())
     for (label, pid), local in found.local_of.items():
         ranks = first.get(label, {-1})
-        if label and len(ranks) == 1 and min(ranks) >= 0 and is_rank(rank := min(ranks) + local):
+        if label and pid and len(ranks) == 1 and min(ranks) >= 0 and is_rank(rank := min(ranks) + local):
             found.is_rank_of(int(pid), rank)
             found.on_host.setdefault(label, set()).add(rank)
 
@@ -207,9 +203,7 @@ def _of_one_host(found: Collected, name: str) -> None:
     named = {(f.path, f.fields["peer"]) for f in facts if f.who.host}  # the same text again, without its process
     again = [f for f in facts if not f.who.host and (f.path, f.fields["peer"]) in named]
     facts = [f for f in facts if f not in follow and f not in again]
-    writers: dict[str, set[str]] = {}
-    for f in (f for f in facts if f.who.host):
-        writers.setdefault(f.fields["peer"], set()).add(f.who.host)
+    writers = sets_of((f.fields["peer"], f.who.host) for f in facts if f.who.host)
     several = [peer for peer, hosts in writers.items() if len(hosts) > 1]
     if len(several) != 1:
         return

@@ -13,7 +13,6 @@ from typing import Any
 from distdiag.sources.logs import slow
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line
 from distdiag.sources.logs.join import same_port
-from distdiag.sources.logs.later import Later
 from distdiag.sources.logs.message import Role
 from distdiag.sources.logs.patterns import MESSAGES
 from distdiag.sources.logs.writers import Writer, apart
@@ -49,8 +48,8 @@ class Learned:
         begun_by: The command by which a shell started the job, without what is another one for each launch.
     """
 
-    def __init__(self, found: Collected, later: Later, seen: dict[tuple[object, ...], int]) -> None:
-        self.found, self.later, self._seen = found, later, seen
+    def __init__(self, found: Collected, seen: dict[tuple[object, ...], int]) -> None:
+        self.found, self._seen = found, seen
         self.run: tuple[int, int] = (0, 0)
         self.stopped: tuple[Path, tuple[int, int]] | None = None
         self.stopped_at: tuple[str, float] | None = None
@@ -124,6 +123,15 @@ class Learned:
     def first_rank(self, of: Of, line: Line) -> None:
         first, launcher = _int(of["node"]) * _int(of.get("local", "1")), (line.path, line.who.label)
         _put(self.found.first_rank, launcher, first if self.found.first_rank.get(launcher, first) == first else -1)
+
+        if of.get("local") == "1" and line.who.label:
+            _put(self.found.local_of, (line.who.label, ""), 0)  # all lines with this label are of one rank
+
+    def server_args(self, of: Of, line: Line) -> None:
+        """Note that the number in SGLang's prefix is the rank: of one node, without data and pipeline parallelism."""
+        for rank in range(min(_int(of["world"]), MAX_WRITERS)):
+            self.found.is_rank_of((f"TP{rank}", ""), rank)
+        self._size(0, _int(of["world"]), Writer())
 
     def node_ranks(self, of: Of, line: Line) -> None:
         for m in _NODE.finditer(of["nodes"]):
@@ -235,7 +243,7 @@ class Learned:
             self.next_run(launch=True)
 
     def again(self, of: Of, line: Line) -> None:
-        self.later.restarts[line.path] = line.number
+        self.found.ends[line.path].restart = line.number
 
     def restart(self, of: Of, line: Line) -> None:
         self.again(of, line)

@@ -49,7 +49,7 @@ _PIDS = re.compile(
     rb"|\b[Rr]ank[ =:]{0,2}(?P<rank>\d{1,6})\b[^\n\d]{0,20}\b(?:pid|PID)[ =:]{1,2}(?P<after>\d{1,9})"
 )
 _IP_BEFORE = re.compile(rb"\bip=([\w.:]{3,60}), $")  # as Ray Train lists its workers
-_RANKS = re.compile(rb"\[(?:rank[ =]?|\d{1,3},(?=\d{1,6}\]<std))(\d{1,6})\]")
+_RANKS = re.compile(rb"\[(?:rank[ =]?|\d{1,3},(?=\d{1,6}\]<std))(\d{1,6})(?:/\d{1,6})?\]")
 
 
 def encoding_of(head: bytes) -> str:

@@ -24,6 +24,9 @@ class Role(StrEnum):
 C, W, V, S, X, E, F, H = (
     Role.CAUSE, Role.WAIT, Role.VICTIM, Role.START, Role.STOP, Role.EXIT, Role.FACT, Role.HINT,
 )  # fmt: skip
+# exceptions of a launcher, or those by which a rank fails after others
+FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
+              "ActorDiedError", "EngineDeadError", "CancelledError", "DeadlockDetectedException", "SystemExit", "ProcessExitedException")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,46 +71,33 @@ class Message:
     """One message, in all its wordings.
 
     Attributes:
-        role: What such a line means for the rank that wrote it.
-        meaning: What it is reported as, if it needs no comparison of ranks.
-        stop: What stopped the job, of a stop from outside.
         about: The fields with the ranks that it is about, if these are not its writer.
         own: A failure of the device, of the launch or of the host's memory: never a consequence of another failure.
-        of_node: The kernel or the host reports it, whichever job it hits.
         of_driver, of_process: The driver, or a process, reports that a device failed.
-        whole_node: All ranks of the node are lost.
-        of_program: If all ranks have it, the program or its settings are the cause.
-        of_group: Its numbers of ranks are those of a group.
-        once: "host" or "file": its lines there, whatever they say, are one event.
-        by_text: What to do depends on the text of its line.
-        aborts: torch aborts the process that reported it.
         unstarted: The ranks did not find each other; what ended their processes came after it.
-        of_ranks: How torchrun and its like report the end of ranks.
-        launcher: Who reports an end.
-        series: Its numbers are compared from line to line.
         by_left: In a later attempt, it follows from a process that the one before has left.
     """
 
     name: str
-    role: Role
+    role: Role  # what such a line means for the rank that wrote it
     patterns: tuple[Pattern, ...] = ()
-    meaning: Meaning | None = None
-    stop: str = ""
+    meaning: Meaning | None = None  # what it is reported as, if it needs no comparison of ranks
+    stop: str = ""  # what stopped the job, of a stop from outside
     about: tuple[str, ...] = ()
     own: bool = False
-    of_node: bool = False
+    of_node: bool = False  # the kernel or the host reports it, whichever job it hits
     of_driver: bool = False
     of_process: bool = False
-    whole_node: bool = False
-    of_program: bool = False
-    of_group: bool = False
-    once: str = ""
-    by_text: bool = False
-    aborts: bool = False
+    whole_node: bool = False  # all ranks of the node are lost
+    of_program: bool = False  # if all ranks have it, the program or its settings are the cause
+    of_group: bool = False  # its numbers of ranks are those of a group
+    once: str = ""  # "host" or "job": its lines there, whatever they say, are one event
+    by_text: bool = False  # what to do depends on the text of its line
+    aborts: bool = False  # torch aborts the process that reported it
     unstarted: bool = False
-    of_ranks: bool = False
-    launcher: str = ""
-    series: bool = False
+    of_ranks: bool = False  # how torchrun and its like report the end of ranks
+    launcher: str = ""  # who reports an end
+    series: bool = False  # its numbers are compared from line to line
     by_left: bool = False
 
 

@@ -15,7 +15,7 @@ from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import WAITED, first_site
 from distdiag.sources.logs.meanings import OF_BATCH
 from distdiag.sources.logs.waiting import op_name
-from distdiag.terms.ranks import fold_ranks
+from distdiag.terms.ranks import fold_ranks, grouped, sets_of
 from distdiag.terms.units import counted
 from distdiag.terms.untrusted import bounded, is_rank, numbers
 
@@ -70,9 +70,7 @@ def _differ(
 
 def _shapes_given(facts: list[Fact]) -> list[Finding]:
     """Return the finding on ranks that gave different shapes to an operation of Accelerate, which compared them."""
-    sides: dict[str, set[int]] = {}
-    for f in facts:
-        sides.setdefault(f.fields["shape"], set()).add(int(f.fields["a"]))
+    sides = sets_of((f.fields["shape"], int(f.fields["a"])) for f in facts)
     if len(sides) < 2:
         return []
     texts = [f"{shape} on {rank_list(sorted(ranks))}" for shape, ranks in list(sides.items())[:4]]
@@ -126,10 +124,7 @@ def analyzed(found: Collected, waits: list[Finding]) -> list[Finding]:
 
 def _versions(found: Collected, facts: list[Fact]) -> Finding:
     """Return the finding on ranks with different versions of NCCL; the fewer ones are the culprits."""
-    by_version: dict[int, set[int]] = {}
-    for f in facts:
-        for rank, version in (("a", "va"), ("b", "vb")):
-            by_version.setdefault(f.number(version) or 0, set()).add(int(f.fields[rank]))
+    by_version = sets_of((f.number(f"v{end}") or 0, int(f.fields[end])) for f in facts for end in "ab")
     of_label = {min(ranks): label for label, ranks in found.of_label.items() if len(ranks) == 1}
     texts = []
     for v, ranks in sorted(by_version.items(), key=lambda item: len(item[1])):
@@ -150,10 +145,8 @@ def of_versions(found: Collected) -> list[Finding]:
     for f in failed:
         for version in _RUNS.findall(f.text):
             runs.setdefault((f.rank, f.who.host or f.who.label, f.path.name), set()).add(version)
-    by_version: dict[str, list[tuple[int | None, str, str]]] = {}
-    for who, versions in runs.items():
-        if len(versions) == 1:  # one process may have two copies of NCCL, and one file two runs
-            by_version.setdefault(min(versions), []).append(who)
+    # one process may have two copies of NCCL, and one file two runs
+    by_version = grouped((min(versions), who) for who, versions in runs.items() if len(versions) == 1)
     if len(by_version) < 2:
         return []
     texts = []
@@ -181,11 +174,8 @@ def _call_text(call: dict[str, str]) -> str:
 
 
 def _fingerprints(facts: list[Fact]) -> Finding:
-    sides: dict[str, set[int]] = {}
-    for f in facts:
-        for rank, text in (("a", "fa"), ("b", "fb")):
-            if rank in f.fields and text in f.fields:
-                sides.setdefault(_call_text(_call(f.fields[text])), set()).add(int(f.fields[rank]))
+    ends = ((f.fields, end) for f in facts for end in "ab" if {end, f"f{end}"} <= f.fields.keys())
+    sides = sets_of((_call_text(_call(fields[f"f{end}"])), int(fields[end])) for fields, end in ends)
     both = next((f for f in facts if "fb" in f.fields), facts[0])
     a, b = _call(both.fields.get("fa", "")), _call(both.fields.get("fb", ""))
     cause = next((k for k in ("op", "shape", "dtype") if k in a and k in b and a[k] != b[k]), "op")
@@ -202,11 +192,8 @@ def _fingerprints(facts: list[Fact]) -> Finding:
     message = f"ranks made different calls in one collective: {', '.join(texts)}{at(site)}{skipped}"
     call = CollectiveRef(a["op"], "", int(a["number"]) if "number" in a else None) if "op" in a else None
     buckets = cause == "shape" and a.get("op") == "all_reduce" and any(f.in_backward for f in facts)
-    advice = (
-        _GRADIENTS.format(who=rank_list(sorted(culprits)) if culprits else "some ranks")
-        if buckets
-        else same_calls(culprits)
-    )
+    who = rank_list(sorted(culprits)) if culprits else "some ranks"
+    advice = _GRADIENTS.format(who=who) if buckets else same_calls(culprits)
     return _differ("mismatch", cause, facts, sides.values(), message, advice, collective=call)
 
 

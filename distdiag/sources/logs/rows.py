@@ -17,7 +17,7 @@ from distdiag.diagnosis.model.findings import CollectiveRef, Finding, rank_list
 from distdiag.diagnosis.text.incident import verb
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, at, shortened
 from distdiag.sources.logs import blamed, meanings
-from distdiag.sources.logs.build import ENDED, Fields, finding, job_ranks, last_words, library, some, who
+from distdiag.sources.logs.build import ENDED, Fields, fewer, finding, job_ranks, last_words, library, some, who
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.join import HERE, first_site
 from distdiag.terms.units import rough_time
@@ -83,14 +83,14 @@ _ONE_JAX = "install jax, jaxlib and the plugin in the same versions there as on 
 _JOIN_JAX = "see whether all processes that num_processes counts were started, with one coordinator_address that every host reaches (localhost means each host itself), then read the logs of those that did not come"
 _UNEVEN = "give all ranks the same number of batches (drop_last, padding), or call hvd.join() at the end of the data; else look for an operation under a condition on the rank; see what {who} did last"
 LATE_ROWS = (
-    Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier in {limit}{at}",
+    Row("barrier_late barrier_reached", _LATE, "{culprits} did not reach monitored_barrier{at} within {limit}",
         "read the log of {culprits}, and take {its} stack the next time before the barrier times out",
         when=lambda facts: any(f.name == "barrier_late" for f in facts), op="monitored_barrier", proved=True, blames=blamed.late),
     Row("barrier_reached", _LATE, "{who} reached monitored_barrier{at} and then lost rank 0, which knows the missing rank",
         "read rank 0's log: it names the ranks that failed to pass monitoredBarrier; if it has none, rank 0 ended", op="monitored_barrier"),
     *(Row(name, kind, "Horovod's ranks wait for each other: {few} did not submit what the others wait for{few_lack}, and {many} did not submit what the first ones wait for{many_lack}", _UNEVEN.format(who="its ranks"),
         ("{culprits} did not submit what Horovod's other ranks wait for{few_lack}, but another operation{many_lack}, which these did not: the program took another way there", _UNEVEN.format(who="{culprits}")),
-        when=lambda facts: bool(blamed.without_each_other(facts)), blames=blamed.smaller_side, more=blamed.of_sides) for name, kind in (("horovod_stall", "stall/unknown"), ("horovod_late", _LATE))),
+        when=lambda facts: bool(blamed.without_each_other(facts)), blames=lambda _found, facts: fewer(blamed.without_each_other(facts)), more=blamed.of_sides) for name, kind in (("horovod_stall", "stall/unknown"), ("horovod_late", _LATE))),
     Row("horovod_stall", "stall/unknown", "{culprits} did not submit what Horovod's other ranks wait for: its stall inspector reports it",
         "see what {culprits} did meanwhile (`py-spy dump --pid …`): a longer branch, no data left, or a collective that only the others call", blames=blamed.missing),
     Row("horovod_late", _LATE, "{culprits} did not submit what Horovod's other ranks wait for",
@@ -123,7 +123,7 @@ LATE_ROWS = (
     Row("load_wait", _LATE, "{who} had loaded its part of the model, and waited{at} in vain for other ranks to load theirs",
         "read the logs of the other nodes' ranks: one failed there, or its storage is slow; {who} is not the cause"),
     Row("jax_backend jax_key", "rank_lost/crashed", "{who} found no accelerator: {what}; it then waited in vain for other processes of JAX, which have other devices", _ONE_JAX,
-        when=lambda facts: blamed.alone_without_device(facts), blames=blamed.themselves),
+        when=blamed.alone_without_device, blames=blamed.themselves),
     Row("jax_key jax_backend", _LATE, "{culprits} did not publish its devices to JAX's other processes, where {who} {waits} for it{at} ({key}); {culprits} itself printed: {printed}",
         _ONE_JAX,
         when=lambda facts: blamed.own_of_awaited(facts) != "", blames=blamed.without_key, more=lambda facts: {"printed": shortened(blamed.own_of_awaited(facts), 160)}),
@@ -248,8 +248,8 @@ LOST_ROWS = (
         meanings.GOES_FIRST.format(who="that rank", where="it"), when=lambda facts: any(f.within for f in facts), blames=blamed.silent),
     Row("gloo_timeout closed store_lost lost", _LATE, _GLOO + "; the log does not show which rank they waited for",
         "give the logs of all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL a monitored_barrier before the collective names the missing rank",
-        (_GLOO + "; {culprits} reported no timeout, and may be what they waited for",
-         "read the log of {culprits}, and take {its} stack the next time, to see whether {they} came to that call"),
+        (_GLOO + "; {culprits} reported no timeout, and may be what they waited for{bar}",
+         "{do_bar}read the log of {culprits}, and take {its} stack the next time, to see whether {they} came to that call"),
         when=lambda facts: any(f.name == "gloo_timeout" for f in facts), blames=blamed.silent),
     Row("unique_id", _LOST, "{who} lost the store while a communicator was made{at} ({reason}): the process that serves it, rank 0 or torchrun's, ended first",
         "read the log of rank 0 and of its node's launcher: its failure came before these", blames=blamed.first_of_group, more=blamed.of_group),
@@ -303,8 +303,11 @@ def _finding(found: Collected, row: Row, facts: list[Fact]) -> Finding:
     victims = sorted(blamed.waiting(found, facts).difference(culprits))
     text, advice = row.blaming if row.blaming is not None and culprits else (row.text, row.advice)
     fields = _fields(facts, culprits, victims, row.subject)
-    bar = next((found.bars[f.path] for f in facts if found.bars.get(f.path)), "")
-    fields |= {"bar": f"; a progress bar moved on while they waited ({bar})" if bar else ""}
+    bar = found.moving(facts)
+    fields |= {
+        "bar": f"; a progress bar moved on while they waited ({bar})" if bar else "",
+        "do_bar": f"{meanings.GOES_ON}; else " if bar else "",
+    }
     fields |= row.more(facts) | _of_job(found) | {"settings": _settings(found)}
     kind, _, cause = row.kind.partition("/")
     waited = row.kind in (_LATE, "stall/unknown") and not fields["printed"]
@@ -356,14 +359,15 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
     other = (f for f in by_ranks if "of_host" in f.fields or f.fields.get("peer", "").rstrip(".,") not in HERE)
     peers = [peer for f in other if (peer := f.fields.get("peer", "").rstrip(".,"))]
     of_host = {f.fields.get("peer"): f.fields.get("of_host", "") for f in facts}
-    named = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]
+    most = [p + of_host.get(p, "") for p, _ in Counter(peers).most_common(3)]
     limit, stuck, after = (blamed.highest(facts, key) for key in ("limit", "stuck_s", "after"))
     joined, expected = blamed.highest(facts, "joined") or 0, facts[0].number("expected") or 0
     ranks = tuple(victims) or job_ranks(facts)
     there = by.label or by.host or first.get("pod") or first.get("host") or by.process
     reports = verb(culprits, "reports", "report")
+    named = rank_list(victims) if victims else who(facts, subject)
     out |= {
-        "who": rank_list(victims) if victims else who(facts, subject),
+        "who": named,
         "at": at(first_site(facts)),
         "culprits": rank_list(culprits),
         "its": verb(culprits, "its", "their"),
@@ -379,13 +383,15 @@ def _fields(facts: Sequence[Fact], culprits: Collection[int], victims: Collectio
         "joined": f"{joined:,}",
         "expected": f"{expected:,}",
         "left": f"{expected - joined:,}",
-        "to": f" to {', '.join(named)}" if named else "",
-        "first": f"look at {', '.join(named)} first: " if named else "",
+        "to": f" to {', '.join(most)}" if most else "",
+        "first": f"look at {', '.join(most)} first: " if most else "",
         "all_peers": some([p + of_host.get(p, "") for p in peers]),
         "nodes": some([f.fields["node"] for f in facts if "node" in f.fields]),
         "there": f" on {there}" if there else "",
         "on": f" on {some(names)}" if all(names := [f.who.host for f in facts]) else "",
-        "on_host": f" on {hosts.pop()}" if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 else "",
+        "on_host": f" on {min(hosts)}"
+        if len(hosts := {f.who.host for f in facts if f.who.host}) == 1 and min(hosts) not in named
+        else "",
         "warning": shortened(next((f.fields["what"] for f in facts if f.name == "nccl_warning"), ""), 160),
     }
     return out

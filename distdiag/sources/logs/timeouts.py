@@ -83,9 +83,10 @@ def _chain(found: Collected, by_group: Mapping[Group, Waits]) -> Finding | None:
 
 def _said(found: Collected, late: Collection[int]) -> str:
     """Return the last line of the one late rank; else, as most programs print on rank 0 only, the last one without a rank, if rank 0 is late."""
-    whose = "" if _ERROR.search(found.nameless) else ", most likely of rank 0,"
-    likely = f"; the last line before that{whose} is `{shortened(found.nameless, LONG)}`"
-    return last_words(found, late) or likely * (0 in late and bool(found.nameless))
+    nameless = found.ends[found.files[0]].nameless if len(found.files) == 1 else ""
+    whose = "" if _ERROR.search(nameless) else ", most likely of rank 0,"
+    likely = f"; the last line before that{whose} is `{shortened(nameless, LONG)}`"
+    return last_words(found, late) or likely * (0 in late and bool(nameless))
 
 
 def _of_work(said: str, late: Collection[int]) -> str:
@@ -234,11 +235,11 @@ def _late(found: Collected, group: Group, waiting: Waits, late: Mapping[int, int
     if absent:
         who, they = rank_list(absent), verb(absent, "it", "they")
         if (came := _came_later(found, absent, waiting)) is not None:
-            took = max((found.took[r] for r in absent if r in found.took), default=(0.0, ""))
+            took = max((took for r, took in found.took.items() if r in absent), default=(0.0, ""))
             what = f" (it printed `{shortened(took[1], 80)}`)" if took[0] > LATE_S else ""
             return _timed_out(group, waiting, f"{start}; {who} came{at(came)} only after that{what}",
                          f"do what {who} did before that call asynchronously or on all ranks, or give the group a longer timeout (init_process_group, new_group)", absent)  # fmt: skip
-        if bar := next((found.bars[f.path] for f in facts if found.bars.get(f.path)), ""):
+        if bar := found.moving(facts):
             return _timed_out(group, waiting, f"{start}; {who} reported no timeout, and a progress bar moved on while they waited, most likely that of {who} ({bar})",
                          meanings.GOES_ON, absent)  # fmt: skip
         said = "; that number was issued there, too: later, or as another call" * bool(asked)
@@ -352,13 +353,9 @@ def _of_calls(waiting: Waits) -> str:
     ops = {w.op for w in waiting.values()}
     texts = "".join(f.text for w in waiting.values() for f in w.facts)
     sharded = ops <= {"all_gather_into_tensor", "reduce_scatter_tensor"} or _SHARDED.search(texts)
-    return (
-        OF_PARAMETERS
-        if sharded and "all_gather_into_tensor" in ops
-        else meanings.OF_BATCH
-        if ops <= {*_GATHERS}
-        else ""
-    )
+    if sharded and "all_gather_into_tensor" in ops:
+        return OF_PARAMETERS
+    return meanings.OF_BATCH if ops <= {*_GATHERS} else ""
 
 
 def _apart(found: Collected, group: Group, waiting: Waits, most: int | None) -> Finding:

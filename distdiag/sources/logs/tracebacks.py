@@ -11,7 +11,7 @@ from distdiag.sources.dumps.entries import user_site
 from distdiag.sources.logs.build import OF_NODE
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
 from distdiag.sources.logs.meanings import LOG, LOGS
-from distdiag.sources.logs.message import Role
+from distdiag.sources.logs.message import FOLLOWERS, Role
 from distdiag.sources.logs.patterns import TABLE
 from distdiag.sources.logs.writers import Writer
 from distdiag.terms.untrusted import bounded, is_rank, numbers
@@ -31,6 +31,7 @@ _ANY = bounded(r"(?:^\s{0,3}|[\]:|)]\s?)(?P<type>(?:[A-Za-z_]\w*\.){0,8}[A-Z]\w*
 _OUTERMOST = ("<module>", "_run_module_as_main")
 # of a person, or quoted: no launcher starts a rank so; and an import, which a script began and whose error it caught
 _NO_SCRIPT = bounded(r"^<(?:stdin|console|python-input-)|/__init__\.py$")
+_OF_NCCL = bounded(r"\bnccl[A-Z]\w{2,40} failed: ")  # of a library that calls it, as torch's DistBackendError
 _COLLECTIVE = "/torch/distributed/distributed_c10d.py"
 _PIPE = "/multiprocessing/connection.py"  # its other end was closed: by a process that ended
 _STARTS = ("/threading.py", "/multiprocessing/popen_fork.py", "/subprocess.py")  # of threads and processes
@@ -60,9 +61,8 @@ _UNPICKLES = bounded(
     r" (?:_tensor_to_object|_?unpickler?|find_class)$|/(?:pickle|cloudpickle)\.py (?:load|loads|find_class)$|/torch/serialization\.py _?load$"
 )
 _INSIDE = bounded(r"/torch/(?:distributed|csrc|nn/parallel)/")
-_HOOK = bounded(
-    r"\[rank\d{1,6}\]: $"
-)  # torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
+# torch puts it before the lines of an exception that nobody caught, as `grep Error` leaves them
+_HOOK = bounded(r"\[rank\d{1,6}\]: $")
 # functions that load a checkpoint of the job; and those that load the weights of a model that was fetched
 _RESUMES = bounded(r"load_(?:\w{1,20}_)?(?:checkpoint|ckpt|optim)|(?:^|_)(?:resume|restore)")
 _DOWNLOADED = bounded(r"from_pretrained|_and_dispatch")
@@ -83,14 +83,10 @@ PASSES_OVER = bounded(
 # of a barrier of JAX: the processes that did not come, one a line
 _TASKS = bounded(r"(?:# of tasks that|The first task at|/job:\S{1,200}/task:(?P<task>\d{1,6})$)")
 _SPAWNED = bounded(r"-- Process (\d{1,6}) terminated with the following error")
-_RAY = bounded(
-    r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})"
-)  # what follows is its traceback
+# what follows is its traceback
+_RAY = bounded(r"\bray::[^\s(]{1,200}(?:\(\))? \(pid=(?P<pid>\d{1,9}), ip=(?P<ip>[\w.:]{3,60})")
 _LISTED = bounded(r"ranks: ?dict_keys\(\[([\d, ]{1,900})\]")
 _OF_RANK = bounded(r"\(RANK (\d{1,6})\)")  # a checkpoint's exception, of another rank
-# exceptions of a launcher, or those by which a rank fails after others
-FOLLOWERS = ("CheckpointException", "ChildFailedError", "SignalException", "CalledProcessError", "ProcessRaisedException", "RayTaskError", "RayActorError",
-              "ActorDiedError", "EngineDeadError", "CancelledError", "DeadlockDetectedException", "SystemExit", "ProcessExitedException")  # fmt: skip
 # exceptions by which a program asks what there is: the one that its handler raises shows more
 _QUESTIONS = ("KeyError", "AttributeError", "IndexError", "StopIteration", "Empty")
 # an open quotation in a sentence, a list or a call, a raise statement, or the middle of a sentence
@@ -343,20 +339,20 @@ class Tracebacks:
 
         The first one is the reason; one of a known kind counts more than any other.
         """
-        if earlier.name != "exception" and (fact.name == "exception" or not earlier.direct):
+        if earlier.name != "exception" and (fact.name in ("exception", earlier.name) or not earlier.direct):
             self._found.facts.remove(fact)
-            earlier.site, earlier.uncaught = fact.site or earlier.site, fact.uncaught
+            earlier.site, earlier.uncaught = earlier.site or fact.site, fact.uncaught
             return earlier
         self._found.facts.remove(earlier)  # one failure: the process ended with the last exception
         if earlier.name != "exception" or fact.name != "exception":
             return fact
         fact.warned = fact.warned or earlier.warned
         first, last = (f"{f.fields['type']}: {f.fields['what']}".removesuffix(": ") for f in (earlier, fact))
+        fact.site = earlier.site or fact.site
         if earlier.direct or earlier.fields["type"] in _QUESTIONS:
             fact.fields["cause"] = earlier.fields.get("cause", first)
         elif first != last:
-            fact.fields = earlier.fields | {"then": last}
-            fact.text, fact.site = earlier.text, earlier.site or fact.site
+            fact.fields, fact.text = earlier.fields | {"then": last}, earlier.text
         return fact
 
     def _exception(self, m: re.Match[str], innermost: str, line: Line) -> Fact | None:
@@ -377,7 +373,11 @@ class Tracebacks:
         name, role = "exception", Role.CAUSE
         if innermost.endswith(_STARTS) and _NO_MORE.search(text) is not None:
             return self._add("thread_limit", role, {"what": f"{short}: {m['what']}"}, line)
-        if short in ("DistBackendError", "DistNetworkError") or OF_OTHERS.search(text) is not None:
+        if (
+            short in ("DistBackendError", "DistNetworkError")
+            or _OF_NCCL.search(text)
+            or OF_OTHERS.search(text) is not None
+        ):
             name, role = "dist_error", Role.VICTIM
         elif short == "TimeoutError" and innermost.endswith(AWAITS_WORKERS):
             name, role = "rpc_late", Role.WAIT

@@ -8,6 +8,7 @@ outside, lost connections, and exit codes. A later kind is reported only if no e
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from distdiag import guard
 from distdiag.diagnosis.model.findings import NO_ERROR, STOPPED_BY, Finding, Report, Severity, State, rank_list
 from distdiag.diagnosis.text.phrases import NO_PROGRESS_MADE, NO_PROGRESS_SINCE, at, shortened
 from distdiag.errors import DistdiagError
-from distdiag.sources.logs import events, exits, failures, hosts, later, reports, rows, slow, timeouts
+from distdiag.sources.logs import events, exits, failures, hosts, past, reports, rows, slow, timeouts
 from distdiag.sources.logs.build import ENDED, finding, some
 from distdiag.sources.logs.collector import Collector
+from distdiag.sources.logs.ends import WHOLE
 from distdiag.sources.logs.facts import Collected, Fact
 from distdiag.sources.logs.files import find_logs, is_empty, left_out
 from distdiag.sources.logs.gpu_memory import memory_of_others
@@ -75,66 +77,58 @@ def _collected(reader: Collector, announce: guard.Announce, refused: Mapping[str
     found = reader.read(announce, refused)
     earlier, found.past = found.past, []  # ends of containers that were started again
     found = join(found)
-    found.facts, past = later.split(found, reader.later)
-    _drop_late_stop(found, reader.later)
-    found.facts += _never_started(found, reader.later.has_steps)
+    found.facts, over = past.split(found)
+    _drop_late_stop(found)
+    found.facts += _never_started(found)
     roles = {f.role for f in found.facts}
     # without another cause, they are what the others met
     met = not roles.isdisjoint(WAITED) and roles.isdisjoint((Role.CAUSE, Role.EXIT))
     (found.facts if met else found.past).extend(earlier)
-    found.past += (f for f in past if f.name != "store_waiting")  # torch's line of information, no failure
-    later.name_shared_stores(found, reader.later)
-    ends = reader.later
-    found.facts = [f for f in found.facts if f.name != "oom_caught" or f.line > ends.stepped_at.get(f.path, 0)]
-    of_job = {key: loss for key, loss in ends.loss.items() if key[0] not in ends.tests}
-    found.losses, found.took, found.steps = of_job, ends.took, ends.has_steps
-    found.ranks |= {rank for _, rank in of_job if rank is not None}
-    found.over, found.tests, found.ended = ends.over, ends.tests, bool(found.late_stop) or ends.ended(found.unknown)
-    for f in (f for f in found.facts if f.role is Role.WAIT and f.path not in found.bars):
-        found.bars[f.path] = ends.moving(f.path, f.line)
-
-    def rank_of(path: Path, rank: int | None, task: int | None) -> int | None:
-        named = rank if rank is not None or found.per_node else task
-        return named if named is not None else found.of_file.get(path)
-
-    for key, line in ends.fatal.items():
-        found.fatal.setdefault((key[0], rank_of(*key)), line)
-    found.nameless = ends.nameless(*found.files) if len(found.files) == 1 else ""
-    for lines, of_rank in ((ends.said, found.said), (ends.earlier, found.earlier)):
-        for key, text in lines.items():
-            if (rank := rank_of(*key)) is not None and (clean := later.PREFIX.sub("", text).strip()):
-                of_rank.setdefault(rank, clean)
-    ended_well = {path for path, scope in ends.well if scope != "server"}
-    found.well = {path: line for (path, scope), line in ends.well.items() if scope in later.WHOLE}
-    failing = {path for path, *_ in ends.fatal}  # an error, and no progress after it: such a server shuts down, too
-    for path in {path for path, scope in ends.well if scope == "server"} - failing:
-        if all(ends.after(p, number) for p, number, _ in found.unknown if p == path):
-            found.well.setdefault(path, ends.well[path, "server"])
-            found.ended |= len(found.files) == 1
+    found.past += (f for f in over if f.name != "store_waiting")  # torch's line of information, no failure
+    past.name_shared_stores(found)
+    found.facts = [f for f in found.facts if f.name != "oom_caught" or f.line > (found.ends[f.path].stepped_at or 0)]
+    found.ranks |= {rank for _, rank in found.losses if rank is not None}
+    found.ended = bool(found.late_stop) or _ended_well(found)
     failed = {f.path for f in found.facts}
-    found.well |= {path: line for path, (line, _) in ends.over.items() if line and path not in failed}
-    stop = found.late_stop
-    errors = (item for item in ends.errors.items() if item[0] not in ended_well)
-    errors = (item for item in errors if stop is None or item[0] != stop.path or item[1][0] < stop.line)
-    found.errors = {path: error for path, error in errors if not ends.after(path, error[0])}
+    for path, end in found.ends.items():
+        errors = [number for p, number, _ in found.unknown if p == path]
+        # an error, and no progress after it: such a server shuts down, too
+        served = "server" in end.well and not end.fatal and all(map(end.after, errors))
+        before = end.over[0] if end.over and path not in failed else 0
+        if line := before or end.whole or (end.well["server"] if served else 0):
+            found.well[path] = line
+        found.ended |= served and len(found.files) == 1
     return found
 
 
-def _drop_late_stop(found: Collected, ends: later.Later) -> None:
+def _ended_well(found: Collected) -> bool:
+    """True if each file with progress, and one at least, ends with words that the job, its launcher or that file's part ended well."""
+    ended, ranks = set[Path](), max(len(found.ranks), found.world_size or 0)
+    for path, end in found.ends.items():
+        last = max((number for p, number, _ in found.unknown if p == path), default=0)
+        lines = [line for scope, line in end.well.items() if scope in WHOLE]
+        if end.quits and max(Counter(kind for kind, _ in end.quits).values()) >= ranks > 1:  # all of them have
+            lines.append(max(end.quits.values()))
+        ended |= {path} if any(line >= last and not end.moved_after(line) for line in lines) else set()
+    return bool(ended) and ended >= {path for path, end in found.ends.items() if end.progress}
+
+
+def _drop_late_stop(found: Collected) -> None:
     """Drop what stopped the job from outside after it had ended well: that is no failure."""
     if not exits.only_stopped(found):
         return
     stops = sorted((f for f in found.facts if f.role in (Role.STOP, Role.EXIT)), key=lambda f: f.role is not Role.STOP)
-    of_ranks = {path for path, _ in ends.progress}
-    if all(ends.done(f.path) for f in stops) or (of_ranks and all(map(ends.done, of_ranks))):
+    done = [found.ends[f.path].finished for f in stops]
+    of_ranks = [end.finished for end in found.ends.values() if end.progress]
+    if found.steps and (all(done) or (of_ranks and all(of_ranks))):
         found.late_stop = stops[0]
         found.facts = [f for f in found.facts if f not in stops]
 
 
-def _never_started(found: Collected, stepped: bool) -> list[Fact]:
+def _never_started(found: Collected) -> list[Fact]:
     """Return the fact that Slurm started fewer tasks than the job has ranks: those that came wait for the others."""
     came, failed = found.announced, any(f.role in (*WAITED, Role.CAUSE, Role.START, Role.EXIT) for f in found.facts)
-    if stepped or failed or found.late_stop is not None or not came or len(came) != found.tasks:
+    if found.steps or failed or found.late_stop is not None or not came or len(came) != found.tasks:
         return []
     fields = {"joined": str(len(came)), "expected": str(found.world_size or 0)}
     fact = dataclasses.replace(came[max(came)], name="clients", role=Role.START, fields=fields)
@@ -307,7 +301,7 @@ def _after_caught(finding: Finding, found: Collected) -> Finding:
 def _hung(found: Collected) -> list[Finding]:
     """Return the finding on a job that had made no progress for long when the scheduler stopped it, or its log ends."""
     stops = {f.path: f for f in found.named("cancelled")}
-    for path, pace in found.pace.items():
+    for path, pace in ((path, end.pace) for path, end in found.ends.items() if end.pace is not None):
         stop = stops.get(path)
         end = time_of(stop.fields["when"]) if stop is not None else None
         end_s = end[1] if end is not None and end[0] == "iso" else pace.end_s
@@ -342,7 +336,11 @@ def _hung(found: Collected) -> list[Finding]:
 def _printed(found: Collected, r: failures.Reason) -> str:
     """Return the last error that a process printed before its launcher reported an exit code, and no row knows."""
     end = r.facts[0]
-    for (path, rank), (number, text) in found.fatal.items():
+    fatal: dict[tuple[Path, int | None], tuple[int, str]] = {}
+    for path, own in found.ends.items():
+        for key, line in own.fatal.items():
+            fatal.setdefault((path, found.named_rank(path, *key)), line)
+    for (path, rank), (number, text) in fatal.items():
         if (rank in r.ranks or rank is None) and (path != end.path or number < end.line):
             whose = f"rank {rank} printed" if rank is not None else "the log has"
             before = "before that, " if path == end.path else ""
@@ -354,7 +352,13 @@ def _last_error(found: Collected) -> list[Finding]:
     """Return the finding on a log whose last lines are an error that no row knows."""
     if found.past or found.recorded:
         return []
-    for path, (number, text, who) in found.errors.items():
+    stop = found.late_stop
+    for path, end in found.ends.items():
+        number, text, who = end.error or (0, "", Writer())
+        if not number or end.after(number) or not end.well.keys() <= {"server"}:
+            continue
+        if stop is not None and path == stop.path and number >= stop.line:
+            continue
         fact = Fact("error", Role.CAUSE, {}, who, path, number, 0)
         rank = who.rank if who.rank is not None else found.of_file.get(path)
         whose = f"the log of rank {rank}" if rank is not None else f"the log ({who.name})" if who.name else "the log"
@@ -366,19 +370,20 @@ def _last_error(found: Collected) -> list[Finding]:
 
 def _nan(found: Collected, failed: bool = False) -> list[Finding]:
     """Return the finding on a loss that became NaN; one NaN counts only if the job failed."""
-    nan = {key: loss for key, loss in found.losses.items() if loss.times > 1 - failed}
+    losses = found.losses
+    nan = {key: loss for key, loss in losses.items() if loss.times > 1 - failed}
     if not nan:
         return []
     first = min(nan, key=lambda key: (-nan[key].times, nan[key].line))
-    ranks = {found.of_file.get(key[0]) if key[1] is None else key[1]: nan.get(key) for key in found.losses}
-    if len(nan) < len(found.losses):
+    ranks = {found.of_file.get(key[0]) if key[1] is None else key[1]: nan.get(key) for key in losses}
+    if len(nan) < len(losses):
         blamed = [r for r, loss in ranks.items() if loss is not None]
     else:
         most = [r for r, loss in ranks.items() if loss is not None and loss.times == nan[first].times]
         blamed = most if len(most) < len(ranks) and all(loss.finite for loss in nan.values()) else []
     culprits = [] if None in blamed else [r for r in blamed if r is not None]
     path, line = first[0], nan[first].line
-    who = f" on {rank_list(sorted(culprits))}{' first' if len(nan) == len(found.losses) else ''}" if culprits else ""
+    who = f" on {rank_list(sorted(culprits))}{' first' if len(nan) == len(losses) else ''}" if culprits else ""
     what = Fact("nan", Role.CAUSE, {}, Writer(), path, line, 0)
     step = f" (step {nan[first].step})" if nan[first].step else ""
     return [finding("nonfinite", "loss", [what], f"{nan[first].shown}{who}, from line {line:,} of {path.name}{step} on",
@@ -495,7 +500,7 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         notes.append(f"NCCL reports on {warned.of_line}: {shortened(warned.fields['what'], 160)}")
     if (late := found.late_stop) is not None:
         notes.append(f"after the job had ended well: {_in_short(late)}; let the script exit when its work is done")
-    if past := [f for f in found.past if f.path not in found.tests and not (judged and f.foreign)]:
+    if past := [f for f in found.past if not found.ends[f.path].tested and not (judged and f.foreign)]:
         notes.append(_of_the_past(past, found.facts, judged))
     for path, last in [] if judged else list(found.well.items())[:1]:
         after = [f"{number:,}" for p, number, _ in found.unknown if p == path and number > last]
@@ -522,6 +527,6 @@ def _notes(found: Collected, findings: Sequence[Finding], judged: bool) -> list[
         ended = "if it ended, `sacct -j JOB -o state,exitcode`, `kubectl describe pod` or `dmesg -T` shows how"
         hangs = f"if the job hangs, `py-spy dump --pid PID` shows where each rank is; {ended}; "
         shows = "it shows what was printed, not what each rank did"
-        seen = "" if judged or found.well else hangs
+        seen = "" if judged or found.well or found.ended else hangs
         notes.append(f"read from a log: {shows}; {seen}`DISTDIAG=1` records the next run")
     return notes

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.logs.facts import Fact
 from distdiag.terms import operations
+from distdiag.terms.ranks import sets_of
 
 NOT_RECORDED = {"18446744073709551615", "-1"}  # the size of coalesced operations
 
@@ -72,9 +73,7 @@ def groups_of(facts: Iterable[Fact]) -> dict[Group, Waits]:
     for rank, f in ours:
         if f.name == "counters" and f.who.group is not None:
             named.setdefault((rank, f.number("at") or 0), f.who.group)
-    with_number: dict[int, set[Group]] = {}
-    for (_, number), group in named.items():
-        with_number.setdefault(number, set()).add(group)
+    with_number = sets_of((number, group) for (_, number), group in named.items())
     alone = {number: next(iter(groups)) for number, groups in with_number.items() if len(groups) == 1}
     out: dict[Group, Waits] = {}
     for rank, f in ours:

@@ -26,13 +26,11 @@ _GROUP = bounded(
     r"\[PG (?:ID )?(?P<pg>\d+)(?: PG GUID (?P<guid>[^\s(\]]*))?\s*(?:\((?P<desc>[^)]*)\))? Rank (?P<rank>\d{1,6})\]"
 )
 _LOCAL = bounded(r"(?:^|\s)\[(default|worker|trainer|agent|none)(\d{1,4})\]:", re.IGNORECASE)
-_MPI = bounded(
-    r"\[\d+,(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,253}))?\]<std(?:out|err)>"
-)  # SageMaker adds names
+# SageMaker adds names
+_MPI = bounded(r"\[\d+,(?:mpirank:)?(?P<rank>\d{1,6})(?:,(?P<host>[\w.-]{1,253}))?\]<std(?:out|err)>")
 _SRUN = bounded(r"^\s*(\d{1,6}): ")
-_HOST_FIRST = bounded(
-    r"^\S{8,12}[ T]\S{6,20} \[(?P<host>[A-Za-z][\w.-]{0,99})\]\[(?P<nth>\d{1,5})\] (?=[A-Z]{4,8}\b)"
-)  # time, host, number
+# time, host, number
+_HOST_FIRST = bounded(r"^\S{8,12}[ T]\S{6,20} \[(?P<host>[A-Za-z][\w.-]{0,99})\]\[(?P<nth>\d{1,5})\] (?=[A-Z]{4,8}\b)")
 _BRACKET = bounded(r"^\[(\d{1,6})\] (?=\S+:\d+:\d+ \[\d+\])")  # Intel MPI, in front of NCCL's own prefix
 _NCCL_IDS = bounded(r":\d+:\d+ \[\d+\] ")
 _NCCL = bounded(r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[(?P<device>\d+)\] ")
@@ -55,7 +53,7 @@ _LABEL_FIRST = bounded(
 )
 _JOURNAL = bounded(
     r"^(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S{8,30}) (?P<host>[\w.-]{1,253}) (?P<unit>[\w.-]{1,60}(?:\[(?P<id>\d{1,9})\])?): "
-    r"|^\[k(?:msg|ern(?:el)?) (?P<of>[\w.-]{1,253})\] |^slurmstepd-(?P<slurm>[\w.-]{1,253}): "
+    r"|^\[k(?:msg|ern(?:el)?) (?P<of>[\w.-]{1,253})\] |^(?P<kernel>[\w.-]{1,253}) kernel: \[ *\d|^slurmstepd-(?P<slurm>[\w.-]{1,253}): "
 )
 _MILD = bounded(r"\[[IW](?:\d{3,4} \d\d:| \w+\.(?:cpp|cc|hpp):)")  # information and warnings of torch's C++ code
 # month, day and time of day, as torch's C++ code writes them, and ISO 8601
@@ -80,6 +78,7 @@ _MESSAGE_KEYS = (
 )  # fmt: skip
 _TIME_KEYS = ("timestamp", "@timestamp", "time", "ts", "t", "asctime")
 DAY_S = 86_400
+Time = tuple[str, float]  # clock, seconds
 _MEASURED = ("loss", "grad_norm")
 _SIGNS = {*_TIME_KEYS, "level", "lvl", "levelname", "severity", "stream", "rank", "global_rank", "RANK"}
 
@@ -109,7 +108,7 @@ class Writer:
     process: str = ""
     label: str = ""
     pid: int | None = None
-    at: tuple[str, float] | None = None
+    at: Time | None = None
     loose: bool = False  # torch has not written its rank: it may be a node's, in front of each line of a launcher
     repeated: int = 0  # lines equal to this one, of other processes, that Ray left out
     mild: bool = False  # torch itself logs it as info or warning
@@ -256,7 +255,7 @@ def writer(text: str) -> Writer:
 def _label(head: str, out: Writer) -> None:
     """Set the label before each line of a node or worker; for the journal also the host."""
     if (m := _JOURNAL.match(head)) is not None:
-        out.host = out.host or m["host"] or m["of"] or m["slurm"]
+        out.host = out.host or m["host"] or m["of"] or m["kernel"] or m["slurm"]
         out.label = m["unit"] if m["id"] else ""
     elif (m := _SKY.match(head)) is not None:
         out.label = m["node"]
@@ -282,7 +281,7 @@ def _process(head: str, out: Writer) -> None:
         out.pid = int(next(filter(None, m.groups())))
 
 
-def time_of(text: str) -> tuple[str, float] | None:
+def time_of(text: str) -> Time | None:
     """Return the clock and the seconds that the begin of a line shows; None if it shows none.
 
     Times of one clock can be compared: those of torch's C++ code, those with a zone (`utc`), and those without. Of the others,
@@ -312,7 +311,7 @@ def time_of(text: str) -> tuple[str, float] | None:
     return clock, seconds + (ahead if zone[0] == "-" else -ahead)
 
 
-def apart(a: tuple[str, float], b: tuple[str, float]) -> float:
+def apart(a: Time, b: Time) -> float:
     """Return the seconds from one time to another; what their zones, if they show none, may add is not known."""
     if {a[0], b[0]} & {"c10", "syslog"}:
         half = 183 * DAY_S
@@ -320,7 +319,7 @@ def apart(a: tuple[str, float], b: tuple[str, float]) -> float:
     return b[1] - a[1]
 
 
-def _in_any_year(at: tuple[str, float]) -> float:
+def _in_any_year(at: Time) -> float:
     days, rest = divmod(at[1], DAY_S)
     day = date.fromordinal(min(max(1, int(days)), date.max.toordinal()))
     return day.replace(year=ANY_YEAR).toordinal() * DAY_S + rest

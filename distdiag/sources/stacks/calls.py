@@ -49,6 +49,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
         creates: The group that it creates, by torch's local variables: `[0, 1] as number 7`; else empty.
         device: It waits for the device, by its frames or native ones; such a wait spins, and looks busy.
         logs: It logs a value of all ranks (Lightning's `sync_dist`), and waits for them in that.
+        inside: The innermost frame, of a library that the user's line has called and that it computes in.
         unsure: True if only native frames can show what it waits for, and there are none.
     """
 
@@ -61,6 +62,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True):
     creates: str = ""
     device: bool = False
     logs: bool = False
+    inside: Site | None = None
     unsure: bool = False
 
 
@@ -87,20 +89,16 @@ def position(stack: Stack, source: Source = no_source, still: bool = True) -> Po
         )  # fmt: skip
     unsure = bool(stack.frames) and not stack.native and (stack.frames[0].users or stack.idle is False)
     word = _activity(stack, site, source, device)
-    return Position(site=site, stack=sites, activity=word, device=device, unsure=unsure)
+    inside = inner[0].site if inner and word == "user_code" else None
+    return Position(site=site, stack=sites, activity=word, device=device, inside=inside, unsure=unsure)
 
 
 class Feeder(msgspec.Struct, frozen=True):
-    """The one other thread of a rank that may fill the queue in which its main thread waits.
+    """The one other thread of a rank that may fill the queue in which its main thread waits."""
 
-    Attributes:
-        name: As the process calls it; empty where not known.
-        activity: What it does, as in `Position`.
-    """
-
-    name: str
+    name: str  # as the process calls it; empty where not known
     site: Site | None
-    activity: str
+    activity: str  # what it does, as in `Position`
 
 
 def feeder(process: Process, where: Position, source: Source = no_source) -> Feeder | None:

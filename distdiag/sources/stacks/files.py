@@ -31,9 +31,8 @@ _NO_SOURCE = "no source file that a stack names is opened, so no condition is sh
 _MORE = (
     "the files do not name the rank of every stack: such processes are named by their pid, or the number of their stack"
 )
-_RANKS = re.compile(
-    r"(?<!from )(?<!to )\branks? (\d+(?:,\d{3})*(?:(?:–|, )\d+(?:,\d{3})*)*)"
-)  # as `rank_list` writes them, not of a peer
+# as `rank_list` writes them, not of a peer
+_RANKS = re.compile(r"(?<!from )(?<!to )\branks? (\d+(?:,\d{3})*(?:(?:–|, )\d+(?:,\d{3})*)*)")
 
 
 def diagnose_stacks(targets: Sequence[str], within: int = MAX_BYTES, dead: bool = True) -> Report | None:

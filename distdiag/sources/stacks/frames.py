@@ -21,18 +21,13 @@ _FOR_A_THREAD = re.compile(
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """One Python frame.
-
-    Attributes:
-        values: Text of its local variables, where they were read.
-        objects: Addresses of the same.
-    """
+    """One Python frame."""
 
     function: str
     file: str
     line: int
-    values: dict[str, str] = {}
-    objects: dict[str, int] = {}
+    values: dict[str, str] = {}  # text of its local variables, where they were read
+    objects: dict[str, int] = {}  # addresses of the same
 
     @property
     def name(self) -> str:

@@ -217,6 +217,8 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
         word = first.activity
         held, feeds = word == "data" and locked(first.workers, source), _feeds(seen[ranks[0]].feeder)
         op = op_text(_unnumbered(call))
+        inside = {p.inside for q in ranks if (p := seen[q].position) is not None}
+        inner = at(inside.pop()) if len(inside) == 1 else ""
         missing = f"{rank_list(ranks)} {verb(ranks, 'has', 'have')} not entered {op}{at(call.site)}"
         if call.p2p:
             keeps = f"{rank_list(ranks)} {verb(ranks, 'keeps', 'keep')} rank {victims[0]}"
@@ -228,7 +230,7 @@ def _stalls(s: Snapshot, graph: WaitGraph, seen: Mapping[int, Seen], source: Sou
             where=(*(w for q in ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack)), *workers_of(s.ranks, ranks)),
             waiting=wheres(s, waiting), worker=worker_text(first, _DOES["lock"] if held else "is") + feeds[0],
             missing=missing, implicit=implicit_text(s.ranks[victims[0]], call),
-            does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}",
+            does=f"{verb(ranks, 'it', 'each')} {_DOES.get(word, 'is busy')}{at(first.current_site)}" + f" (innermost frame{inner})" * bool(inner),
             moves=" and moves" if moved and not any(seen[q].open for q in ranks) else "", reason=condition, do=_AGAIN * works + (feeds[1] or _do(first, source)),
         )  # fmt: skip
 
