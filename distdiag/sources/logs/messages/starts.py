@@ -17,7 +17,7 @@ MESSAGES = (
        ("MASTER_PORT", r"\bMASTER_PORT[=:] ?['\"]?(?P<port>\d{1,5})\b")),
     message("first_rank", F, ("node_rank=", r"num_local_procs=(?P<local>\d+), node_rank=(?P<node>\d+)"),
        ("global_ranks=[", r"^\W*global_ranks=\[(?P<node>\d+)")),
-    message("server_args", F, ("ServerArgs(", r"\bServerArgs\((?!.{0,20000}\b(?:dp_size|pp_size|nnodes)=(?!1\b)).{0,20000}\btp_size=(?P<world>\d+)")),
+    message("server_args", F, ("ServerArgs(", r"^(?=.*\bServerArgs\()(?!.*\b(?:dp_size|pp_size|nnodes)=(?!1\b)).*\btp_size=(?P<world>\d+)")),
     message("gpus", F, ("n_gpus_per_node", r"\bn_gpus_per_node\W{1,4}(?P<n>\d{1,3})\b")),
     message("no_name", F, ("cannot be retrieved", r"network addresses of \((?P<peer>[^,)\s]+), ?\d+\) cannot be retrieved \(gai error: (?P<why>.{1,60}?)\)")),
     message("no_answer", F, ("failed to connect to [", r"client socket has failed to connect to \[(?P<peer>[^\]\s]+)\]:(?P<port>\d+) \(errno: \d+ - (?P<why>[^)]{1,60})\)")),
