@@ -35,7 +35,10 @@ def job_state(
     if s.ranks and all_ended(s) and (final or len(s.ranks) >= expected):
         left = next((f for f in findings if (f.kind, f.severity) == (kinds.RANK_LOST.name, Severity.INFO)), None)
         if left is not None and not worst:
-            return State.ENDED, f"{ATTEMPT}{s.attempt} ended: {rank_list(left.culprits)} left, and the launcher starts all ranks again"
+            return (
+                State.ENDED,
+                f"{ATTEMPT}{s.attempt} ended: {rank_list(left.culprits)} left, and the launcher starts all ranks again",
+            )
         return _ended(s, worst, lived)
     for state in _WORST_FIRST:
         for f in findings:

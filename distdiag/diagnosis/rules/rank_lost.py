@@ -23,7 +23,7 @@ from distdiag.diagnosis.model.guards import GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import set_at
-from distdiag.diagnosis.text.phrases import at, shortened, site_text, where_stack, wheres
+from distdiag.diagnosis.text.phrases import at, connect_advice, shortened, site_text, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.delays import waiting_since
 from distdiag.diagnosis.waits.graph import WaitGraph
@@ -57,9 +57,7 @@ AT_EXIT = Template(kind, "killed",
 ECHOES = Template(kind, "crashed",
     "{victims} failed because another rank was gone; the first known end is that of rank {first}: {error}{site}",
     "the job ended", "read the ranks' own stderr from the top: the first error in it is the cause")  # fmt: skip
-UNCONNECTED = Template(kind, "crashed", "{victims} could not connect: {error}{site}", "the job did not start",
-    "check that every rank started, and that its address and port are reachable from the others; "
-    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
+UNCONNECTED = Template(kind, "crashed", "{victims} could not connect: {error}{site}", "the job did not start", "{do}",
     proved=True)  # fmt: skip
 SILENT = Template(kind, "silent",
     "{culprits} ({hosts}) {culprits:has|have} not been heard of{heard} ({silent_s:time}); {victims} "
@@ -220,6 +218,6 @@ def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:
     sites = (w for r in failed for w in where_stack(r, r.user_stack, "crashed" if echoes else None, 2))
     return (ECHOES if echoes else UNCONNECTED)(
         victims=cascade.others, where=sites, first_seen_s=min(times, default=None), first=first.rank,
-        error=first.exception.splitlines()[0][:160] if first.exception else "no exception",
-        site=first.current_site,
+        error=shortened((first.exception or "no exception").splitlines()[0], 200),
+        site=first.current_site, do=connect_advice(s),
     )  # fmt: skip
