@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Arrival, Site, Snapshot, Step
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.rules import straggler
@@ -160,6 +160,17 @@ def test_pauses_in_the_first_steps_alone_are_no_warning() -> None:
     assert f.severity == "info" and "4 of them in its first 50 steps, which may be warm-up" in f.message
     f = only(found(snapshots(early | {60: 3.0, 160: 3.0, 260: 3.0}, polls=40)))
     assert f.severity == "warning" and "warm-up" not in f.message
+
+
+@pytest.mark.parametrize(("line", "pauses"), [(14, []), (15, ["pauses"])])
+def test_pauses_at_a_line_that_an_info_has_already_are_no_second_one(line: int, pauses: list[str]) -> None:
+    of = snapshots({7: 2.0, 11: 2.0, 19: 2.0, 30: 2.0}, polls=10)
+    so_far = followed(of)
+    so_far.waits_for(replace(of[-1].ranks[0], user_stack=(UPLOAD,)))
+    here = Where(0, UPLOAD.file, line, UPLOAD.function, "user_code")
+    host = Finding(kind="straggler", cause="host", severity="info", culprits=(0,), where=(here,), message="")
+    found = findings(of[-1], straggler, pauses=so_far, reported=(host,))
+    assert [f.cause for f in found if f.cause == "pauses"] == pauses
 
 
 def test_the_line_is_the_one_at_which_the_others_waited() -> None:
