@@ -274,10 +274,14 @@ def test_collections_that_cost_all_ranks_much_are_found_with_their_line(
     found = findings(job(*of), straggler, pauses=pauses, source=text.get)
     assert [(f.cause, f.culprits, f.severity) for f in found] == [("gc", (), severity)] * (severity is not None)
     for f in found:
-        assert "take at least 40 % of the time of every rank: 80 of 0.5 s since the warm-up" in f.message
+        assert (
+            "take at least 40 % of the time of every rank: 80 collections of 0.5 s each since the warm-up" in f.message
+        )
         assert ("tidy.py:3" in f.message, "call `gc.collect()` at few steps" in str(f.advice)) == (
             seen > 9, seen > 9
         )  # fmt: skip
+    off = findings(job(*(replace(r, gc_off=True) for r in of)), straggler, pauses=pauses, source=text.get)
+    assert all("or not at all" not in str(f.advice) for f in off), "nothing else collects"
     one = job(of[0], replace(of[1], gc_s=1.0, gc_count=4))
     assert findings(one, straggler, pauses=pauses) == [], "not of one rank only: that is late, or keeps nobody waiting"
 
