@@ -147,6 +147,8 @@ def test_ranks_that_could_not_connect_blame_nobody() -> None:
     f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (), (0,))
     assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
+    again = only(ended(job(*s.ranks.values(), attempt=1)))
+    assert again.advice.startswith("the launcher's store may still have the addresses of an earlier init_process_group")
     late = only(ended(s, late=((1,), (0,))))
     assert (late.kind, late.culprits) == ("rank_lost", ()), "who came late listens nowhere yet, and refuses nothing"
 
