@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,12 +59,14 @@ class Line:
     grew: tuple[int, int] | None = None  # bytes of the first and the newest known call, if they grow steadily
     asynchronous: bool = False  # most of the time is waited for later
     uneven: bool = False  # its calls carry different numbers of bytes
+    rank: int | None = None  # of the mean, if other ranks have another one
 
     @property
     def text(self) -> str:
         times = f"{self.per_step:.0f}" if self.per_step < 100 else f"about {round(self.per_step, -1):.0f}"
         often = f", {times} times a step" if self.per_step >= limits.several else ""
         size = f" of {size_text(self.mean_bytes)}{' on average' * self.uneven}" if self.mean_bytes else ""
+        size += f" on rank {self.rank}" if size and self.rank is not None else ""
         again = ", which reduces as many elements as DDP has averaged already" if self.again else ""
         if self.grew is not None:
             size, (first, newest) = "", map(size_text, self.grew)
@@ -88,22 +90,28 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
     Args:
         again: Where the script reduces what DDP has averaged.
     """
-    of_ranks = [_lines(r.calls, source) for r in s.ranks.values()]
-    common = set.intersection(*(set(x) for x in of_ranks)) if of_ranks else set()
+    of_ranks = {q: _lines(r.calls, source) for q, r in s.ranks.items()}
+    common = set.intersection(*(set(x) for x in of_ranks.values())) if of_ranks else set()
     if not common:
         return None
-    key = max(common, key=lambda k: min(lines[k][0] for lines in of_ranks))
-    share, by_call = min((lines[key] for lines in of_ranks), key=lambda x: x[0])
-    calls = max(by_call.values(), key=_waited_s)
+    key = max(common, key=lambda k: min(lines[k][0] for lines in of_ranks.values()))
+    rank = min(of_ranks, key=lambda q: of_ranks[q][key][0])
+    share, by_call = of_ranks[rank][key]
+    which, calls = max(by_call.items(), key=lambda x: _waited_s(x[1]))
+    means = {_mean_bytes(lines[key][1].get(which, calls)) for lines in of_ranks.values()}
     newest, site = calls[-1], calls[-1].site
     assert site is not None
     at_site = sum(len(of) for (_, where), of in by_call.items() if where == site.key)  # of every operation
     return Line(
         op=op_name(newest.op), site=site, share=share, source=line_at(site, source), others=len(by_call) - 1, grew=_growth(calls),
         per_step=min(_whole_steps(r, site) for r in s.ranks.values()) * len(calls) / at_site,
-        mean_bytes=int(statistics.mean(c.bytes or 0 for c in calls)), uneven=len({c.bytes for c in calls}) > 1,
+        mean_bytes=_mean_bytes(calls), uneven=len({c.bytes for c in calls}) > 1, rank=rank if len(means) > 1 else None,
         again=again is not None and again.key == site.key, asynchronous=newest.asynchronous,
     )  # fmt: skip
+
+
+def _mean_bytes(calls: Sequence[Call]) -> int:
+    return int(statistics.mean(c.bytes or 0 for c in calls))
 
 
 def _whole_steps(r: RankState, site: Site) -> float:

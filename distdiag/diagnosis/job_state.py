@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal as signals
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.endings import ECHOES, ending_kind, escalated, follows_stop, killed_together
+from distdiag.diagnosis.endings import ECHOES, ending_kind, ends, escalated, follows_stop, killed_together
 from distdiag.diagnosis.history import all_ended
-from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least, rank_list
+from distdiag.diagnosis.model.findings import ATTEMPT, STOPPED_BY, Finding, Severity, State, at_least, rank_list
 from distdiag.diagnosis.model.snapshot import Life, RankState, Snapshot
 from distdiag.diagnosis.rules.stall import unseen_text, unseen_wait, waited_for, waits_for
 from distdiag.diagnosis.text.phrases import op_text, shortened
@@ -33,8 +33,12 @@ def job_state(
     worst = [f for f in findings if at_least(f.severity, Severity.ERROR)]
     expected = s.expected or s.world_size
     if s.ranks and all_ended(s) and (final or len(s.ranks) >= expected):
-        if any(f.kind == kinds.RANK_LOST.name for f in findings if f.severity == Severity.INFO) and not worst:
-            return State.ENDED, "all ranks left together, and the launcher starts them again"
+        left = next((f for f in findings if (f.kind, f.severity) == (kinds.RANK_LOST.name, Severity.INFO)), None)
+        if left is not None and not worst:
+            return (
+                State.ENDED,
+                f"{ATTEMPT}{s.attempt} ended: {rank_list(left.culprits)} left, and the launcher starts all ranks again",
+            )
         return _ended(s, worst, lived)
     for state in _WORST_FIRST:
         for f in findings:
@@ -64,7 +68,8 @@ def _ended(s: Snapshot, worst: list[Finding], lived: tuple[Snapshot, WaitGraph] 
             until = f", while {waited}" if waited else ""
             who = "distdiag, as DISTDIAG_END_HANGS_S asks" if s.hang_ended else "the launcher or a person"
             return State.FAILED, f"{STOPPED_BY} {stopped} (from {who}){until}"
-        return State.FAILED, _failure(s, bad, worst)
+        again = f"{ATTEMPT}{s.attempt} failed, and the launcher starts all ranks again: " if s.restarts_left > 0 else ""
+        return State.FAILED, again + _failure(s, bad, worst)
     if any(kinds.of(f).fatal for f in worst):
         return State.FAILED, worst[0].message
     steps = max((r.step for r in s.ranks.values()), default=0)
@@ -87,7 +92,8 @@ def _failure(s: Snapshot, bad: list[RankState], worst: list[Finding]) -> str:
     how = first.exception or (_signal(first) if first.signal else code)
     if ending_kind(first) == "echo" and (messages := [f.message for f in worst if kinds.of(f).fatal and f.culprits]):
         return messages[0]
-    return f"rank {first.rank}: {shortened(how, 120)}; {len(bad)} of {len(s.ranks)} failed"
+    failed = [r for r in bad if r is first or ends(s).get(r.rank) != "outside"]  # the launcher ended the rest
+    return f"rank {first.rank}: {shortened(how, 120)}; {len(failed)} of {len(s.ranks)} failed"
 
 
 def _stopped_by(s: Snapshot, bad: list[RankState]) -> str | None:

@@ -117,7 +117,8 @@ def _collections_of_all(facts: Facts) -> Iterator[Finding]:
     yield text.COLLECTING(
         victims=sorted(s.ranks), step=s.ranks[least].step, share=share, n=n, each_s=taken_s / n, site=site,
         where=() if site is None else wheres(s, s.ranks, "user_code", dict.fromkeys(s.ranks, site)),
-        by_hand=f", by `gc.collect()`{at(site)}" if site is not None else "", do=text.DO_COLLECT["by itself" if site is None else "by hand"],
+        by_hand=f", by `gc.collect()`{at(site)}" if site is not None else "",
+        do=text.DO_COLLECT["by itself" if site is None else "by hand"].format(instead="" if s.ranks[least].gc_off else ", or not at all"),
         severity=Severity.WARNING if s.ranks[least].step > STEPS.settled else Severity.INFO,
     )  # fmt: skip
 

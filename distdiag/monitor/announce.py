@@ -12,7 +12,7 @@ from pathlib import Path
 from distdiag import files
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.model.findings import STOPPED_BY, Finding, Severity, State, at_least
+from distdiag.diagnosis.model.findings import ATTEMPT, STOPPED_BY, Finding, Severity, State, at_least
 from distdiag.diagnosis.text.finding import brief_lines, finding_lines, in_the_past
 from distdiag.launcher import PRINTED_ON, VERDICT, stderr_id
 from distdiag.streams import PLAINER, needs_ascii
@@ -88,7 +88,8 @@ class Announcer:
         state = "the job ended" if diagnosis.state == State.ENDED else f"the job {diagnosis.state}"
         text = diagnosis.state_text if [diagnosis.state_text] != [f.message for f in found[:1]] else ""
         stopped = text.startswith(STOPPED_BY)
-        lines = wrapped(f"the job was {text}" if stopped else f"{state}: {text}" if text else state, _WIDTH)
+        state = "" if text.startswith(ATTEMPT) else "the job was " if stopped else f"{state}: " if text else state
+        lines = wrapped(state + text, _WIDTH)
         full = slice(0, 0)  # the lines of an error in full
         if found:
             counts = {s: sum(f.severity == s for f in found) for s in (Severity.ERROR, Severity.WARNING)}

@@ -323,7 +323,7 @@ class Monitor:
         stopped = launcher.stopped_by(self.run_dir) if ends_ns or self.diagnosis.open(Severity.WARNING) else None
         if stopped is None or not self.start_ns <= stopped[1] <= min(ends_ns, default=stopped[1]):
             return msgspec.structs.replace(made, hang_ended=self.hang_limit.ended)
-        return msgspec.structs.replace(made, stopped_by=stopped[0])
+        return msgspec.structs.replace(made, stopped_by=stopped[0], restarts_left=0)
 
     def _over(self, s: Snapshot) -> bool:
         if any(v.ending is None for v in self.views.values()) or self.pages.unjudged_alive():

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.model.findings import Finding
+from distdiag.diagnosis.model.findings import Finding, Where
 from distdiag.diagnosis.model.snapshot import Arrival, Site, Snapshot, Step
 from distdiag.diagnosis.pauses import Pauses
 from distdiag.diagnosis.rules import straggler
@@ -162,6 +162,17 @@ def test_pauses_in_the_first_steps_alone_are_no_warning() -> None:
     assert f.severity == "warning" and "warm-up" not in f.message
 
 
+@pytest.mark.parametrize(("line", "pauses"), [(14, []), (15, ["pauses"])])
+def test_pauses_at_a_line_that_an_info_has_already_are_no_second_one(line: int, pauses: list[str]) -> None:
+    of = snapshots({7: 2.0, 11: 2.0, 19: 2.0, 30: 2.0}, polls=10)
+    so_far = followed(of)
+    so_far.waits_for(replace(of[-1].ranks[0], user_stack=(UPLOAD,)))
+    here = Where(0, UPLOAD.file, line, UPLOAD.function, "user_code")
+    host = Finding(kind="straggler", cause="host", severity="info", culprits=(0,), where=(here,), message="")
+    found = findings(of[-1], straggler, pauses=so_far, reported=(host,))
+    assert [f.cause for f in found if f.cause == "pauses"] == pauses
+
+
 def test_the_line_is_the_one_at_which_the_others_waited() -> None:
     of = snapshots({60: 9.0, 160: 9.0, 260: 9.0}, polls=40)
     pauses = Pauses()
@@ -263,10 +274,14 @@ def test_collections_that_cost_all_ranks_much_are_found_with_their_line(
     found = findings(job(*of), straggler, pauses=pauses, source=text.get)
     assert [(f.cause, f.culprits, f.severity) for f in found] == [("gc", (), severity)] * (severity is not None)
     for f in found:
-        assert "take at least 40 % of the time of every rank: 80 of 0.5 s since the warm-up" in f.message
+        assert (
+            "take at least 40 % of the time of every rank: 80 collections of 0.5 s each since the warm-up" in f.message
+        )
         assert ("tidy.py:3" in f.message, "call `gc.collect()` at few steps" in str(f.advice)) == (
             seen > 9, seen > 9
         )  # fmt: skip
+    off = findings(job(*(replace(r, gc_off=True) for r in of)), straggler, pauses=pauses, source=text.get)
+    assert all("or not at all" not in str(f.advice) for f in off), "nothing else collects"
     one = job(of[0], replace(of[1], gc_s=1.0, gc_count=4))
     assert findings(one, straggler, pauses=pauses) == [], "not of one rank only: that is late, or keeps nobody waiting"
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from distdiag.diagnosis.engine import Diagnosis
-from distdiag.diagnosis.model.findings import STOPPED_BY, Certainty, Finding, Severity, State, Where
+from distdiag.diagnosis.model.findings import ATTEMPT, STOPPED_BY, Certainty, Finding, Severity, State, Where
 from distdiag.monitor.announce import Announcer
 from distdiag.sources.logs.verdict import diagnose_logs
 
@@ -166,6 +166,12 @@ def test_what_is_printed_fits_80_columns_and_a_log_of_it_has_the_same_findings(
     assert (first.message, first.culprits, first.victims) == (error.message, (1,), (0,))
     assert (first.where, first.waiting) == (error.where, error.waiting) and first.advice == error.advice.rstrip()
     assert (second.message, second.severity, second.advice) == (slow.message, "warning", slow.advice)
+
+
+def test_an_attempt_that_is_made_again_is_not_called_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = f"{ATTEMPT}0 failed, and the launcher starts all ranks again: rank 1: SIGSEGV; 1 of 2 failed"
+    Announcer(tmp_path, quiet=False).summary(Diagnosis(source=lambda file: None, state=State.FAILED, state_text=text))
+    assert capfd.readouterr().err.startswith("\n[distdiag] attempt 0 failed, and the launcher starts all ranks again")
 
 
 @pytest.mark.parametrize(("state", "shown"), [(State.FAILED, True), (State.ENDED, False)])

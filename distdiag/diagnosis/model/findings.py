@@ -167,6 +167,7 @@ class LastSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 STOPPED_BY = "stopped by"  # start of the state's text if only an external signal ended the ranks
+ATTEMPT = "attempt "  # the same if the launcher starts the ranks again
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,15 +18,17 @@ from distdiag.diagnosis.endings import UNUSED, Cascade, End, unset_key
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.known_errors import known
 from distdiag.diagnosis.model import syntax
-from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, at_least, rank_list
+from distdiag.diagnosis.model.findings import ATTEMPT, Abstained, Finding, Severity, at_least, rank_list
+from distdiag.diagnosis.model.guards import GuardKind, on_stack
 from distdiag.diagnosis.model.snapshot import Life, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.polled import set_at
-from distdiag.diagnosis.text.phrases import at, shortened, site_text, where_stack, wheres
+from distdiag.diagnosis.text.phrases import at, connect_advice, shortened, site_text, where_stack, wheres
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.delays import waiting_since
 from distdiag.diagnosis.waits.graph import WaitGraph
 from distdiag.terms.signals import signal_name
+from distdiag.terms.units import counted
 
 kind = kinds.RANK_LOST
 
@@ -44,8 +46,8 @@ _EXITS = re.compile(r"(?i)exit|\bquit\b|\babort\b")  # in the line of a rank tha
 KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
 CRASHED = Template(kind, "crashed", "{culprits} ended with {how}{site}{condition}", "{cost}", "{do}", proved=True)
-LEFT = Template(kind, "crashed", "{culprits} left with {how}{site}{condition}; the launcher starts the ranks again", "this attempt ended",
-    "nothing, if they leave to be started again; else {do}", proved=True, severity=Severity.INFO)  # fmt: skip
+LEFT = Template(kind, "crashed", "{culprits} left with {how}{site}{condition}, and the launcher starts the ranks again: {restarts}", "this attempt ended",
+    "nothing, if {culprits:it leaves|they leave} to be started again; else {do}", proved=True, severity=Severity.INFO)  # fmt: skip
 AT_EXIT = Template(kind, "killed",
     "{culprits} finished the script, then {signal} ended the process while Python shut down",
     "the job's work is done, but the launcher reports it as failed",
@@ -55,9 +57,7 @@ AT_EXIT = Template(kind, "killed",
 ECHOES = Template(kind, "crashed",
     "{victims} failed because another rank was gone; the first known end is that of rank {first}: {error}{site}",
     "the job ended", "read the ranks' own stderr from the top: the first error in it is the cause")  # fmt: skip
-UNCONNECTED = Template(kind, "crashed", "{victims} could not connect: {error}{site}", "the job did not start",
-    "check that every rank started, and that its address and port are reachable from the others; "
-    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
+UNCONNECTED = Template(kind, "crashed", "{victims} could not connect: {error}{site}", "the job did not start", "{do}",
     proved=True)  # fmt: skip
 SILENT = Template(kind, "silent",
     "{culprits} ({hosts}) {culprits:has|have} not been heard of{heard} ({silent_s:time}); {victims} "
@@ -142,7 +142,9 @@ def _lost(facts: Facts) -> Finding:
     if unset_key(first):
         setter = site_text(_setter(facts, first))
         condition += f"; nobody had set that key{f', as {setter} does' if setter else ''}"
-    by_choice = bool(code) and not (elsewhere or victims) and len({s.ranks[q].current_site for q in culprits}) == 1
+    by_choice = bool(code) and not elsewhere and _left(facts, first)
+    restarts = f"{counted(s.restarts_left, 'restart')} left"
+    ended = "the job cannot continue without it" if victims else "the job ended"
     return (KILLED if killed else LEFT if by_choice and s.restarts_left > 0 else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
@@ -150,13 +152,24 @@ def _lost(facts: Facts) -> Finding:
         step=first.step, first_seen_s=first.ended_s if first.ended_s is not None else s.t_s, signal=signal,
         how=shortened(first.exception or f"exit code {first.exit_code}", 200),
         site=None if elsewhere else first.current_site, condition=condition,
-        cost="the job cannot continue without it" if victims else "the job ended",
+        cost=ended if s.restarts_left <= 0 else f"{ATTEMPT}{s.attempt} ended; the launcher starts all ranks again ({restarts})",
+        restarts=restarts,
         do=("see first what lets its memory grow (the finding on memory); else " if grown else "") + (
             _DO["chosen" if exits is None else "called"].format(first.exit_code, at(exits)) if elsewhere
             else _repair(facts, first, echoes, left) if not killed
             else _DO.get(signal, _DO["sent" if first.signal in _SENT else "signal"])
         ),
     )  # fmt: skip
+
+
+def _left(facts: Facts, first: RankState) -> bool:
+    """True if no rank failed but those that left by the line of `first`, which is in no handler of an exception."""
+    causes = {
+        (r.current_site, r.exception) for q, k in facts.ends.items() if k == "cause" and (r := facts.snapshot.ranks[q])
+    }
+    around = on_stack(first.user_stack, facts.source)
+    handled = any(g.kind is GuardKind.HOLDS and isinstance(g.node, ast.ExceptHandler) for g in around)
+    return causes == {(first.current_site, None)} and not handled
 
 
 def _repair(facts: Facts, first: RankState, echoes: set[int], left: paths.Condition | None) -> str:
@@ -205,6 +218,6 @@ def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:
     sites = (w for r in failed for w in where_stack(r, r.user_stack, "crashed" if echoes else None, 2))
     return (ECHOES if echoes else UNCONNECTED)(
         victims=cascade.others, where=sites, first_seen_s=min(times, default=None), first=first.rank,
-        error=first.exception.splitlines()[0][:160] if first.exception else "no exception",
-        site=first.current_site,
+        error=shortened((first.exception or "no exception").splitlines()[0], 200),
+        site=first.current_site, do=connect_advice(s),
     )  # fmt: skip

@@ -38,6 +38,7 @@ from distdiag.diagnosis.text.incident import implicit_text, verb
 from distdiag.diagnosis.text.phrases import (
     NO_PROGRESS,
     at,
+    connect_advice,
     op_text,
     where,
     where_stack,
@@ -122,7 +123,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         ended = all(r.life in DEAD for r in s.ranks.values())  # what was judged before says more
         reason = "the job has ended" if ended else "no rank is waited for by the others"
         yield vetoed((UNSEEN,), s) or Abstained(reason, checked=not ended)
-    yield from list(_incomplete(facts)) or _nobody_moves(facts)
+    yield from list(_incomplete(facts)) or list(_not_connected(s, graph)) or _nobody_moves(facts)
     if (start := unseen_wait(s, graph)) is not None:
         yield _not_joined(s, *start)
     late: list[_Late] = []
@@ -177,6 +178,19 @@ def _not_joined(s: Snapshot, ranks: list[int], call: Call, victims: list[int], w
         severity=Severity.ERROR if waited_s > limits.factor * _start_s(0) else Severity.WARNING, culprits=ranks, victims=victims,
         collective=call, waiting=wheres(s, victims), first_seen_s=s.t_s - waited_s, waited_s=waited_s, at_call=call.site,
     )  # fmt: skip
+
+
+def _not_connected(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
+    """Yield the stall of a job all of whose ranks have come to `init_process_group`, which does not return."""
+    calls = [
+        c for w in graph.waits if len(w.ranks) == s.world_size for c in w.calls.values() if c.op == "init_process_group"
+    ]
+    since_s = max((c.entered_s for c in calls if c.entered_s is not None), default=s.t_s)
+    if (waited_s := s.t_s - since_s) >= _start_s(0):
+        yield wording.NOT_CONNECTED(
+            severity=Severity.ERROR if waited_s > limits.factor * _start_s(0) else Severity.WARNING, victims=sorted(s.ranks), collective=calls[0],
+            waiting=wheres(s, s.ranks), first_seen_s=since_s, waited_s=waited_s, at_call=calls[0].site, do=connect_advice(s),
+        )  # fmt: skip
 
 
 def _by_line(late: list[_Late]) -> Iterator[list[_Late]]:

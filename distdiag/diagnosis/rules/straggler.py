@@ -51,7 +51,11 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     slow = [f for f in of_one if f.kind == kind.name and f.severity == Severity.WARNING]
     # the sum of its pauses would only repeat these
     known = {f.culprits for f in slow if f.cause not in (text.PAUSES.cause, "gc")}
-    pauses = [f for f in list(_in_turn(facts)) or _pauses(facts) if not f.culprits or f.culprits not in known]
+    noted = [f.where[0] for f in facts.reported if f.kind == kind.name and f.cause != text.PAUSES.cause and f.where]
+    pauses = [f for f in list(_in_turn(facts)) or _pauses(facts) if f.culprits not in known]
+    pauses = [
+        f for f in pauses if f.severity != Severity.INFO or not (f.where and f.where[0].file and f.where[0] in noted)
+    ]
     summed = {f.culprits for f in pauses}
     yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
     yield from pauses

@@ -12,6 +12,22 @@ from distdiag.terms.sites import line_text
 NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
 NO_PROGRESS_SINCE = "the job made no progress from then on"  # after the end, of a job that had made some
 NO_PROGRESS_MADE = "the job made no progress until it ended"  # the same, after the end
+_REACH = (
+    "check that every rank started, that MASTER_ADDR and its port are the same on all of them and answer, and that their own addresses are "
+    "reachable from the others; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it"
+)
+# torchrun's agent hosts one store for all attempts (torch 2.13: with every rendezvous backend), and torch has no prefix for them
+_STALE = (
+    "the launcher's store may still have the addresses of an earlier init_process_group, and a rank that reads one waits for a process that has gone: "
+    "give each its own keys (`store=PrefixStore(NAME, TCPStore(MASTER_ADDR, MASTER_PORT, is_master=False))`, with another NAME each time), or make the "
+    "group once; of restarts only, torchrun with `--rdzv-backend=c10d` and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes a new store for each"
+)
+
+
+def connect_advice(s: Snapshot) -> str:
+    """Return what to do if ranks cannot connect; they may have made a default group before, in this attempt or an earlier one."""
+    again = s.attempt > 0 or any("init_process_group 2" in r.enqueued for r in s.ranks.values())
+    return _STALE if again else _REACH
 
 
 def _line(site: Site) -> str:

@@ -33,6 +33,8 @@ NOT_JOINED = _warning("unknown",
     "{victims:has|have} waited {waited_s:time}{at_call}", "the job does not start",
     "check that the launcher started {culprits} (WORLD_SIZE, --nnodes, --nproc-per-node; each process needs its own RANK); read "
     "{culprits:its log|their logs}; check from there that MASTER_ADDR and its port answer: `distdiag doctor --reach HOST:PORT`")  # fmt: skip
+NOT_CONNECTED = _warning("unknown",
+    "all {victims:#} ranks have been in {collective}{at_call} for {waited_s:time} and do not find each other", NO_PROGRESS, "{do}")  # fmt: skip
 KEY_LEFT_OUT = _warning("user_code",
     "{culprits} has not set the key '{key}' of a store, for which {waits} waits{at_wait}: the key that it set last is '{last}'{at_last}, and it "
     "waits for '{own}'{at_own}; no rank has moved for {still_s:time}", NO_PROGRESS,

@@ -75,7 +75,7 @@ IN_TURN = _row("rotating",
     "no single rank is slow, but they pause in turn: {each}; {share:share} of the training time in all{gc}{one_line}{early}",
     "in each pause all other ranks wait: {total_s:time} in all", "{do}", proved=True)  # fmt: skip
 COLLECTING = _row("gc",
-    "full garbage collections take at least {share:share} of the time of every rank: {n} of {each_s:.1f} s since the warm-up{by_hand}",
+    "full garbage collections take at least {share:share} of the time of every rank: {n} collections of {each_s:.1f} s each since the warm-up{by_hand}",
     "{share:share} of the time", "{do}", proved=True)  # fmt: skip
 BY_ARRIVAL = _row("host",
     "{culprits} enters {op} last in {count} of the last {n}, {skew_ms:.0f} ms after the first{site}",
@@ -164,7 +164,7 @@ OUTSIDE = _row("outside",
     "all ranks spend at least {share:share} of their steps at one line outside forward, backward and the optimizer{site}{longer}", "{share:share} of step time",
     "{do}", severity=Severity.INFO)  # fmt: skip
 DO_COLLECT = {
-    "by hand": f"call `gc.collect()` at few steps, or not at all; {FREEZE}",
+    "by hand": f"call `gc.collect()` at few steps{{instead}}; {FREEZE}",
     "by itself": f"see whether a library calls `gc.collect()` in each step; {FREEZE}; `gc.disable()`, and {TOGETHER}, make them rare",
 }
 SHARED_LOCK = (

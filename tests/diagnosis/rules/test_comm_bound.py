@@ -333,14 +333,14 @@ TEXTS = {
 
 def of_calls(
     op: str = "all_reduce", n_bytes: int = 4096, per_step: int = 6, wait_ms: float = 8.0, site: Site = LINE, of_rank: tuple[float, ...] = (1.0, 1.0),
-    models: tuple[Model, ...] = (), samples: tuple[Sample, ...] = (), other: int = 0, more_bytes: int = 0, begun: int = 0, step: int = 100,
+    models: tuple[Model, ...] = (), samples: tuple[Sample, ...] = (), other: int = 0, more_bytes: int = 0, rank_bytes: int = 0, begun: int = 0, step: int = 100,
 ) -> list[Finding]:  # fmt: skip
     """Return findings of a job whose ranks wait in each step in calls of a line, and in some of another line of the same cost."""
     ranks = []
     for q, factor in enumerate(of_rank):
         each_s = wait_ms * factor / 1e3
         calls = tuple(
-            Call(op=op, group="default_pg", seq=1 + k, bytes=n_bytes + k % per_step * more_bytes, site=Site("/job/other.py", 9) if k < other else site,
+            Call(op=op, group="default_pg", seq=1 + k, bytes=n_bytes + k % per_step * more_bytes + q * rank_bytes, site=Site("/job/other.py", 9) if k < other else site,
                  entered_s=3.989 + 0.1 * k / per_step, completed_s=3.989 + 0.1 * k / per_step + each_s)
             for k in range(20 * per_step + begun)
         )  # fmt: skip
@@ -360,6 +360,8 @@ def test_the_line_that_costs_most_is_named() -> None:
     assert "at least 48 % of step time" in f.message  # a part is never more than the whole
     assert "other.py" not in f.message
     assert "all_reduce of 6.5 KiB on average at sync.py:3" in only(of_calls(more_bytes=1024)).message
+    of_one = only(of_calls(of_rank=(1.0, 1.1), rank_bytes=1024)).message  # the number is of the rank that waits least
+    assert "all_reduce of 4.0 KiB on rank 0 at sync.py:3" in of_one
     assert "sync.py:3" not in only(of_calls(wait_ms=2.0)).message  # most is lost elsewhere
     assert "takes 24 %" in only(of_calls(of_rank=(1.0, 0.5))).message  # rank 0 also waits for rank 1
     assert "other.py:9" in only(of_calls(other=100)).message

@@ -45,14 +45,14 @@ def test_a_job_stopped_from_outside_is_not_reported_as_a_crash(end: dict[str, An
     assert how_it_ended(rank(0, ended_s=9.0, **end), too_slow) == text
     assert how_it_ended(rank(0, ended_s=9.0, **end), rank(1, life=Life.KILLED, signal=9)) == text
     until_then = how_it_ended(rank(0, ended_s=40.0, **end), too_slow)  # rank 0 was in a call with it
-    assert until_then == (text if name == "SIGINT" else "rank 1: SIGKILL; 2 of 2 failed")
-    assert how_it_ended(rank(0, ended_s=50.0, **end), too_slow) == "rank 1: SIGKILL; 2 of 2 failed"
+    assert until_then == (text if name == "SIGINT" else "rank 1: SIGKILL; 1 of 2 failed")
+    assert how_it_ended(rank(0, ended_s=50.0, **end), too_slow) == "rank 1: SIGKILL; 1 of 2 failed"
     closed = {"life": Life.CRASHED, "exception": "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:9"}
     assert how_it_ended(rank(0, ended_s=9.0, **end), rank(1, ended_s=10.2, **closed)) == text  # it was busy until then
     assert ended(job(rank(0, ended_s=9.0, ended_waiting=True, **end), rank(1, ended_s=10.2, **closed))) == []
     assert how_it_ended(rank(0, ended_s=9.0, **end), rank(1, ended_s=8.0, **closed)).startswith("rank 1: RuntimeError")
     crashed = rank(1, life=Life.CRASHED, exception="ValueError: x", ended_s=8.0)
-    assert how_it_ended(rank(0, ended_s=9.0, **end), crashed) == "rank 1: ValueError: x; 2 of 2 failed"
+    assert how_it_ended(rank(0, ended_s=9.0, **end), crashed) == "rank 1: ValueError: x; 1 of 2 failed"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_the_first_end_is_shown_if_the_launcher_ended_the_culprit() -> None:
     s = job(*ranks)
     found = ended(s)
     assert [f.culprits for f in found] == [(2,)]
-    assert job_state(s, build(s), found, final=True)[1] == "rank 1: SIGABRT; 3 of 3 failed"
+    assert job_state(s, build(s), found, final=True)[1] == "rank 1: SIGABRT; 1 of 3 failed"
 
 
 def test_the_sigkill_of_a_launcher_that_got_a_signal_itself_is_no_failure() -> None:
@@ -92,7 +92,7 @@ def test_the_sigkill_of_a_launcher_that_got_a_signal_itself_is_no_failure() -> N
     assert ended(job(*killed, stopped_by=2)) == []
     assert how_it_ended(*killed) == "rank 0: SIGKILL; 3 of 3 failed"
     raised = rank(3, life=Life.CRASHED, exception="ValueError: no data", ended_s=39.0)
-    assert how_it_ended(*killed, raised, stopped_by=2) == "rank 3: ValueError: no data; 4 of 4 failed"
+    assert how_it_ended(*killed, raised, stopped_by=2) == "rank 3: ValueError: no data; 1 of 4 failed"
     at_once = [rank(q, life=Life.KILLED, signal=9, ended_s=40.0 + 0.1 * q, ended_waiting=True) for q in range(3)]
     assert how_it_ended(*at_once) == "stopped by SIGKILL (from the launcher or a person)"
     ours = "stopped by SIGKILL (from distdiag, as DISTDIAG_END_HANGS_S asks)"
@@ -147,6 +147,8 @@ def test_ranks_that_could_not_connect_blame_nobody() -> None:
     f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (), (0,))
     assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
+    again = only(ended(job(*s.ranks.values(), attempt=1)))
+    assert again.advice.startswith("the launcher's store may still have the addresses of an earlier init_process_group")
     late = only(ended(s, late=((1,), (0,))))
     assert (late.kind, late.culprits) == ("rank_lost", ()), "who came late listens nowhere yet, and refuses nothing"
 
@@ -366,4 +368,43 @@ def test_ranks_that_all_leave_by_one_line_are_started_again(left: int, more: dic
     f = only(ended(s, source=lambda _: "if noticed():\n    sys.exit(75)\n"))
     assert (f.kind, f.cause, f.severity) == ("rank_lost", "crashed", severity)
     assert (job_state(s, build(s), [f], final=True)[0] == "ended") is (severity == "info")
-    assert (f.cost == "this attempt ended") is (severity == "info")
+    again = "attempt 0 ended; the launcher starts all ranks again (1 restart left)" if left else "the job ended"
+    assert f.cost == ("this attempt ended" if severity == "info" else again)
+
+
+SWEPT = {"life": Life.KILLED, "signal": 15, "ended_s": 9.2}
+
+
+@pytest.mark.parametrize(
+    ("text", "other", "severity"),
+    [
+        ("if first:\n    sys.exit(75)\n", SWEPT, "info"),
+        ("if first:\n    sys.exit(75)\n", {"life": Life.CRASHED, "exception": CLOSED, "ended_s": 9.2}, "info"),
+        (
+            "if first:\n    sys.exit(75)\n",
+            {"life": Life.CRASHED, "exception": "ValueError: x", "ended_s": 9.2},
+            "error",
+        ),
+        ("try:\n    fit()\nexcept OSError:\n    sys.exit(75)\n", SWEPT, "error"),
+    ],
+)
+def test_a_rank_that_leaves_alone_is_no_failure_if_all_are_started_again(
+    text: str, other: dict[str, Any], severity: str
+) -> None:
+    line = Site("/job/train.py", text.count("\n"), "main")
+    left = rank(1, life=Life.CRASHED, exit_code=75, ended_s=9.0, current_site=line, user_stack=(line,))
+    s = job(rank(0, **other), left, restarts_left=1)
+    f = only(ended(s, source=lambda _: text))
+    state, how = job_state(s, build(s), [f], final=True)
+    assert (f.culprits, f.severity, state) == ((1,), severity, "ended" if severity == "info" else "failed")
+    if severity == "info":
+        assert f.message.endswith("at line 1, and the launcher starts the ranks again: 1 restart left")
+        assert how == "attempt 0 ended: rank 1 left, and the launcher starts all ranks again"
+
+
+def test_an_attempt_that_fails_is_not_the_end_of_the_job() -> None:
+    crashed = rank(1, life=Life.CRASHED, exception="ValueError: x", ended_s=9.0)
+    s = job(rank(0, **SWEPT), crashed, restarts_left=2, attempt=1)
+    assert only(ended(s)).cost == "attempt 1 ended; the launcher starts all ranks again (2 restarts left)"
+    text = "attempt 1 failed, and the launcher starts all ranks again: rank 1: ValueError: x; 1 of 2 failed"
+    assert how_it_ended(*s.ranks.values(), restarts_left=2, attempt=1) == text

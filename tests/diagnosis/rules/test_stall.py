@@ -574,6 +574,27 @@ def test_a_start_that_may_wait_for_a_rank_that_was_seen(waited_s: float, late: t
     assert findings(_start(waited_s, 4, *late), stall) == []
 
 
+@pytest.mark.parametrize(
+    ("waited_s", "severity", "attempt", "earlier", "advice"),
+    [
+        (59.0, None, 0, {}, ""),
+        (60.0, "warning", 0, {}, "check that every rank started, that MASTER_ADDR"),
+        (181.0, "error", 1, {}, "the launcher's store may still have the addresses"),
+        (60.0, "warning", 0, {"init_process_group 2": 1}, "the launcher's store may still have the addresses"),
+    ],
+)
+def test_ranks_that_are_all_in_init_process_group_do_not_find_each_other(
+    waited_s: float, severity: str | None, attempt: int, earlier: dict[str, int], advice: str
+) -> None:
+    s = _start(waited_s, 2)
+    ranks = {q: msgspec.structs.replace(r, enqueued=r.enqueued | earlier) for q, r in s.ranks.items()}
+    found = findings(msgspec.structs.replace(s, ranks=ranks, attempt=attempt), deadlock, stall)
+    assert [f.severity for f in found] == [severity] * (severity is not None)
+    for f in found:
+        assert f.message.startswith("all 2 ranks have been in init_process_group() at begin.py:6 in main for ")
+        assert str(f.advice).startswith(advice)
+
+
 def test_what_could_not_be_compared_is_not_checked() -> None:
     diagnosis = Diagnosis(lambda path: None)
     alone = _start(0.0, 3)
