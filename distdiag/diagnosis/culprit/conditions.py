@@ -53,13 +53,14 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
 
 
-def by_handler(case: Case, ranks: Sequence[int]) -> bool:
-    """True if only a handler of an error can have led all others past the call of these ranks, which they have made less often."""
-    found, here = _between(case, ranks), case.here.get(ranks[0]) or ""
-    times = {q: state.sites.get(here, 0) for q in case.compared if (state := case.states.get(q)) is not None}
-    others = [n for q, n in times.items() if q not in ranks]
-    by_errors = bool(found) and all(condition.failed and condition.past for condition in found)
-    return by_errors and bool(others) and max(others) < min(times[q] for q in ranks if q in times)
+def by_handler(case: Case) -> Testimony | None:
+    """Accuse the larger of two sides if only a handler of an error can have led it past the other's call, which it has made less often."""
+    first, second, *more = case.sides
+    found, here = _between(case, first), case.here.get(second[0]) or ""
+    times = [[case.states[q].sites.get(here, 0) for q in side if q in case.states] for side in (first, second)]
+    fewer = not more and all(times) and max(times[0]) < min(times[1])
+    by_errors = bool(found) and all(condition.failed and condition.way is Way.SKIPPED for condition in found)
+    return _testimony(case, found, first) if fewer and by_errors else None
 
 
 def _earlier(case: Case, ranks: Sequence[int]) -> tuple[Call, Call] | None:

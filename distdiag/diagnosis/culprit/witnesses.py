@@ -61,19 +61,25 @@ class Witness(NamedTuple):
 _tie = attrgetter("tie")
 
 
+def _majority(case: Case) -> bool:
+    """True if one side is larger than every other."""
+    first, second, *_ = case.sides
+    return len(first) > len(second)
+
+
 def _different_calls(case: Case) -> bool:
     """True for a tie between calls that differ in more than their arguments."""
     return case.tie and case.wait.conflict in ("op", "shape")
 
 
+def _caught(case: Case) -> Testimony | None:
+    """Accuse ranks that went on after an error, although they are the majority: what they do now no other does."""
+    return pending_exception.went_on(case) or conditions.by_handler(case)
+
+
 def _minority(case: Case) -> Testimony | None:
-    """Accuse all ranks outside the largest side; the sides are in every message. If an error that the largest of two sides has caught led
-    it past the other's call, accuse that."""
-    first, second, *_ = case.sides
-    odd = sorted(r for side in case.sides[1:] for r in side)
-    if len(first) <= len(second):
-        return None
-    return Testimony(ranks=tuple(first if len(case.sides) == 2 and conditions.by_handler(case, odd) else odd))
+    """Accuse all ranks outside the largest side; the sides are in every message."""
+    return Testimony(ranks=tuple(sorted(r for side in case.sides[1:] for r in side)))
 
 
 def _alone(case: Case) -> Testimony | None:
@@ -99,8 +105,8 @@ _CONFLICT = (
     Witness(Reason.JOIN, joined.accuse),
     Witness(Reason.EXHAUSTED, loops.exhausted),
     Witness(Reason.HANDLER, handlers.accuse),
-    Witness(Reason.CAUGHT, pending_exception.went_on, applies=lambda case: len(case.sides[0]) > len(case.sides[1])),
-    Witness(Reason.MAJORITY, _minority),
+    Witness(Reason.CAUGHT, _caught, applies=_majority),
+    Witness(Reason.MAJORITY, _minority, applies=_majority),
     Witness(Reason.EXCEPTION, pending_exception.accuse, pending_exception.explain, _tie),
     Witness(Reason.SWALLOWED, explain=pending_exception.swallowed),
     Witness(Reason.LOOP, explain=loops.uneven),
