@@ -31,24 +31,6 @@ def new(case: Case) -> Testimony | None:
     return None if turns else _only_there(case, ranks)
 
 
-def new_in_cycle(case: Case) -> Testimony | None:
-    """Accuse the one member at a site that no other member has used, nor a rank that waits with it.
-
-    An end of a message must be there for the first time: sends and receives have different sites in every program.
-    """
-    states = case.states
-    # a ring may have thousands of members
-    known_to = Counter(site for r in {*case.compared, *case.waiting} for site in states[r].sites)
-    alone = [r for r in case.compared if known_to.get(case.here[r] or "", 0) <= 1]
-    if len(alone) != 1:
-        return None
-    (rank,) = alone
-    call = case.calls.get(rank)
-    if call is not None and call.p2p and states[rank].sites.get(case.here[rank] or "", 0) > 1:
-        return None
-    return _only_there(case, alone if _is_new(case, alone, [r for r in case.compared if r != rank]) else ())
-
-
 def history(case: Case) -> Testimony | None:
     """Accuse the one side of a tie that has visited every site of the other, and at least one more."""
     ranks = _one_side(case, lambda case, mine, rest: _knows_more(case.states, case.here, mine, rest))

@@ -146,7 +146,6 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.EXCHANGE, stacks.exchanged),
         Witness(Reason.ARGUMENT, arguments.new_peer),
         Witness(Reason.PATTERN, call_order.pattern),
-        Witness(Reason.SITE, sites.new_in_cycle),
         Witness(Reason.COUNT, sites.visits_differ),
         Witness(Reason.AHEAD, stacks.in_cycle),
         Witness(Reason.ALONE, _alone),
