@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from distdiag.diagnosis.culprit import backward, callers, divergence, paths
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.paths import Condition, Way
-from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site, lines_of
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
 from distdiag.diagnosis.text.incident import implicit_text
 from distdiag.diagnosis.text.phrases import op_at
 from distdiag.diagnosis.waits import compatible, messages
+from distdiag.diagnosis.waits.wait import call_at
 
 
 def on_rank(case: Case) -> Testimony | None:
@@ -72,10 +70,27 @@ def _earlier(case: Case, ranks: Sequence[int]) -> tuple[Call, Call] | None:
     both = (divergence.history(case.states[q], case.calls.get(q), groups) for q in (ranks[0], others[0]))
     found = divergence.departure(*both)
     if found is None or found.rank != ranks[0] or found.made is None or found.due is None:
-        return None
+        return _paired(case, ranks[0], others)
     made, due = found.made, found.due
     before = made.seq is not None and made.group == case.wait.group == due.group and made.seq < case.wait.seq
     return (made, due) if before and made.site is not None and due.site is not None and made.site != due.site else None
+
+
+def _paired(case: Case, rank: int, others: Sequence[int]) -> tuple[Call, Call] | None:
+    """Return (a rank's only calls at a line where the others have never been, the call of theirs that the first was paired with).
+
+    That call has followed on it since: else it was made instead, as where each role has its own lines.
+    """
+    state, group, now = case.states[rank], case.wait.group, case.wait.seq
+    own = [c for c in (*state.calls, state.blocked) if c is not None and c.group == group and c.seq and c.site]
+    elsewhere = set().union(*(case.states[q].sites for q in others))
+    made = next((c for c in own if c.seq < now and c.site.key not in elsewhere), None)
+    due = call_at(case.states[others[0]], group, made.seq) if made is not None else None
+    if made is None or due is None or due.site is None:
+        return None
+    once = state.sites.get(made.site.key, 0) == sum(c.site == made.site for c in state.calls)
+    followed = any(c.site.key == due.site.key and c.seq > made.seq for c in own)
+    return (made, due) if once and followed else None
 
 
 def _at_departure(case: Case, ranks: Sequence[int], made: Call, due: Call) -> Testimony | None:
@@ -194,11 +209,10 @@ def _between(case: Case, ranks: Sequence[int]) -> list[Condition]:
         due = (*own.path, *(x for x in first[-1:] if x not in own.path))
         elsewhere = own.key != case.here.get(mine[0]) and not callers.dispatched(first, due, case.source)
         return paths.conditions_between(first, due, case.source) if elsewhere else []
-    as_often = partial(_as_often, case, *both)
     rank, other = both
     stays = case.states[rank].step <= case.states[other].step and _again(case, other, rank)
     alone = case.here.get(rank) not in case.states[other].sites
-    pair = paths.Pair(_ahead(case, rank, other), as_often, again=_again(case, rank, other), stays=stays, alone=alone)
+    pair = paths.Pair(_ahead(case, rank, other), again=_again(case, rank, other), stays=stays, alone=alone)
     return paths.conditions_between(first, second, case.source, pair)
 
 
@@ -250,25 +264,6 @@ def _call_before(case: Case, rank: int, other: int) -> str | None:
     """Return the site at which both ranks made the call before this one; None if it is not one site."""
     sites = {site_of(None, case.call_before(case.wait, q)) for q in (rank, other)}
     return sites.pop() if len(sites) == 1 else None
-
-
-def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bool:
-    """True if a rank has made each call in the body of a loop at least as often as another rank that is still in it.
-
-    Only calls above that rank's place count: those below it are still to come in its round.
-    """
-    if not isinstance(loop, syntax.LOOPS):
-        return False
-    mine, theirs = case.states[rank].sites, case.states[other].sites
-    stack = _stack(case, other)
-    here = next((x.line for x in stack if x.file == file and syntax.within(loop, x.line)), 0)
-
-    def above(key: str) -> bool:
-        lines = [line for f, line in lines_of(key) if f == file and line < here]
-        return any(syntax.within(node, line) for line in lines for node in loop.body)
-
-    keys = list(filter(above, theirs))
-    return bool(keys) and all(mine.get(key, 0) >= theirs[key] for key in keys)
 
 
 def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:

@@ -22,7 +22,6 @@ from distdiag.diagnosis.culprit import (
     loops,
     message_counts,
     outsiders,
-    paired,
     passes,
     pending_exception,
     rhythm,
@@ -114,7 +113,6 @@ _CONFLICT = (
     Witness(Reason.EXTRA, passes.extra, applies=_different_calls),
     Witness(Reason.SKIPPED, passes.skipped, applies=_different_calls),
     Witness(Reason.UNUSED, passes.unused, applies=_different_calls),
-    Witness(Reason.PAIRED, paired.accuse, applies=_tie),
     Witness(Reason.DIVERGENCE, divergence.accuse, applies=_tie),
     Witness(Reason.CONDITION, conditions.on_rank, applies=_tie),
     Witness(Reason.SITE, sites.new),
@@ -143,7 +141,6 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.EXTRA, passes.extra),
         Witness(Reason.SKIPPED, passes.skipped),
         Witness(Reason.MESSAGES, message_counts.accuse, message_counts.explain),
-        Witness(Reason.EXCHANGE, stacks.exchanged),
         Witness(Reason.ARGUMENT, arguments.new_peer),
         Witness(Reason.PATTERN, call_order.pattern),
         Witness(Reason.COUNT, sites.visits_differ),
@@ -151,7 +148,6 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.ALONE, _alone),
         Witness(Reason.DIVERGENCE, divergence.accuse),
         Witness(Reason.ORDER, explain=call_order.message_later),
-        Witness(Reason.LOOP, explain=loops.longer),
         Witness(Reason.PARTING, explain=conditions.past_the_call),
         Witness(Reason.ORDER, explain=call_order.called_before),
     ),
@@ -160,7 +156,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
 WEAK = (Reason.NONE, Reason.ALONE, Reason.DIVERGENCE)
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.CAUGHT, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
+    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.CAUGHT, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.UNUSED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
     Reason.RHYTHM, Reason.CONDITION, Reason.AHEAD,
 )  # fmt: skip
 

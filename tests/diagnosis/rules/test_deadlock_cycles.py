@@ -413,44 +413,6 @@ def test_a_message_that_came_before_a_collective_in_every_round_is_to_come_first
         assert "rounds" not in other.message
 
 
-def test_of_two_loops_that_make_one_collective_at_lines_of_their_own_the_longer_one_is_named() -> None:
-    text = (
-        "def send(model):\n    for p in model.parameters():\n        broadcast(p)\n"
-        "def receive(model):\n    for t in model.state_dict().values():\n        broadcast(t)\ndef main():\n    recv(x)\n    broadcast(y)\n"
-    )
-    sending, receiving, waits, alone = (
-        Site("/job/sync.py", n, f) for n, f in ((3, "send"), (6, "receive"), (8, "main"), (9, "main"))
-    )
-
-    def found(sent: int, at: Site = receiving, inside: bool = False, skipped: int = 0) -> Finding:
-        waiting, more = call("recv", None, waits, peer=1, nth=1), call("broadcast", sent + 1, at)
-        of_zero, of_one = (
-            tuple(call("broadcast", n, x, completed_s=1.0) for n in range(1, sent + 1)) for x in (sending, at)
-        )
-        stack = (waits, sending) if inside else (waits,)
-        return only(
-            snapshot(
-                rank(0, waiting, calls=(*of_zero, waiting), user_stack=stack, enqueued={"default_pg": sent}, completed={"default_pg": sent},
-                     p2p_issued={"recv:1:0:default_pg": 1}),
-                rank(1, more, calls=(*of_one[skipped:], more), user_stack=(at,)),
-            ),
-            source={"/job/sync.py": text}.get,
-        )  # fmt: skip
-
-    f = found(7)
-    assert (f.cause, f.culprits) == ("p2p_cycle", ())
-    assert (
-        "; rank 0 ended `for p in model.parameters()` at sync.py:2 in send after 7 of these calls at sync.py:3 in send, and rank 1"
-        in f.message
-    )
-    assert f.message.endswith(
-        "makes broadcast number 8 in `for t in model.state_dict().values()` at sync.py:5 in receive"
-    )
-    assert f.advice.startswith("let the loops at sync.py:2 in send and at sync.py:5 in receive go over one list")
-    for other in (found(1), found(7, alone), found(7, inside=True), found(7, skipped=1)):
-        assert "these calls" not in other.message and "one list" not in other.advice
-
-
 def test_a_rank_that_made_the_collective_of_a_cycle_before_is_told_at_which_line() -> None:
     """Rank 0 waits for samples, and rank 1 for weights: rank 0 sent them every few rounds, if a counter said so."""
     text = "def fit():\n    while True:\n        if self.step % 4 == 0:\n            broadcast(w)\n        recv(x)\n"
