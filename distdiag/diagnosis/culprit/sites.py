@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import mode
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.conditions import met_in
@@ -106,36 +105,6 @@ def _past(state: RankState, here: str | None) -> set[str]:
 
 
 # -- how often ---------------------------------------------------------------------------------------------------------
-
-
-def visits_differ(case: Case) -> Testimony | None:
-    """Accuse the rank with one visit too many or too few: m waits alone for p at a site that all others know.
-
-    It is m if m has been there once too often, p if p has been there once too seldom.
-    """
-    states, members = case.states, case.incident.members
-    found: set[int] = set()
-    for wait in case.incident.waits if len(case.incident.waits) == 2 else ():
-        inside = [r for r in wait.ranks if r in members]
-        awaited = wait.missing & members
-        if wait.p2p or len(inside) != 1 or len(awaited) != 1:
-            continue  # a rank stuck behind the cycle has called send and recv less often for that reason alone
-        (m,), (p,) = inside, awaited
-        site = case.here.get(m)
-        others = [state for q, state in states.items() if q not in members and state.sites.get(site or "")]
-        if site is None or not others:
-            continue
-        usual = mode(state.sites[site] for state in others)
-        before = mode(state.sites[site] - (site_of(state, state.blocked) == site) for state in others)
-        n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
-        if n_m > usual:
-            found.add(m)
-        elif before >= n_m > n_p > 0:  # a rank that has never been there has another role
-            found.add(p)
-    if len(found) != 1:
-        return None
-    text = f"; {rank_list(found)} has been there more or less often than all other ranks"
-    return Testimony(ranks=tuple(found), text=text)
 
 
 def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:

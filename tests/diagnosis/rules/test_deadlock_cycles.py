@@ -71,17 +71,6 @@ def test_the_rank_of_a_cycle_at_a_new_site_is_the_culprit() -> None:
     assert summary(only(s)) == ("deadlock", "missing_rank", (0,), (1, 2, 3))
 
 
-def test_the_rank_of_a_cycle_that_skipped_a_call_is_the_culprit() -> None:
-    """Pairs (0,1) and (2,3): rank 1 continued without the pair's call that 0, 2 and 3 have made 5 times."""
-    s = snapshot(
-        rank(0, call(group="a", seq=5, site=EVAL), sites={key(EVAL): 5, key(TRAIN): 6}),
-        rank(1, call(), sites={key(EVAL): 4, key(TRAIN): 7}),
-        *(rank(r, call(), sites={key(EVAL): 5, key(TRAIN): 7}) for r in (2, 3)),
-        groups={"a": (0, 1), "b": (2, 3)},
-    )
-    assert summary(only(s)) == ("deadlock", "missing_rank", (1,), (0, 2, 3))
-
-
 def p2p(op: str, peer: int | None, nth: int = 1, site: Site = SEND, tag: int = 0) -> Call:
     return Call(op=op, group="default_pg", peer=peer, nth=nth, site=site, tag=tag, shape=(4,), dtype="float32")
 
