@@ -21,6 +21,7 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible, messages
 from distdiag.diagnosis.waits.incidents import Root
+from distdiag.diagnosis.waits.wait import calls_until
 from distdiag.terms.units import counted
 
 NEVER = -1  # depth of an event that never happened before
@@ -65,11 +66,8 @@ class Departure:
 
 def history(state: RankState, here: Call | None, groups: Collection[str]) -> History:
     """Return the events of a rank in these groups, up to `here`."""
-    calls = [call for call in state.calls if call.group in groups]
-    listed = set(map(_name, calls))
-    if here is not None:
-        same = [i for i, call in enumerate(calls) if _name(call) == _name(here)]
-        calls = [*(calls[: same[-1]] if same else calls), here]
+    calls = [call for call in calls_until(state, here) if call.group in groups or call is here]
+    listed = {messages.name(call) for call in state.calls}
     timed: list[tuple[float, int, Call | None]] = []
     newest_s = 0.0
     for call in calls:
@@ -87,17 +85,19 @@ def history(state: RankState, here: Call | None, groups: Collection[str]) -> His
         if call is not None:
             known = newest.get(call.group)
             # without a listed call of its group, the end of the step represents DDP's calls
-            event = _event(call) if _name(call) in listed else STEP if known is None and len(groups) > 1 else COUNTED
+            event = (
+                _event(call)
+                if messages.name(call) in listed
+                else STEP
+                if known is None and len(groups) > 1
+                else COUNTED
+            )
             if call.seq is not None:
                 gap = call.seq - known - 1 if known else 0
                 newest[call.group] = call.seq
         events.append(event)
         gaps.append(gap)
     return History(state, tuple(events), tuple(call for _, _, call in timed), tuple(gaps))
-
-
-def _name(call: Call) -> tuple[Any, ...]:
-    return call.op, call.group, call.seq, call.peer, call.nth
 
 
 def _event(call: Call) -> Event:
