@@ -14,7 +14,7 @@ from distdiag.diagnosis.text.conditions import decision_advice, left_text
 from distdiag.diagnosis.text.incident import implicit_text
 from distdiag.diagnosis.text.phrases import op_at
 from distdiag.diagnosis.waits import compatible, messages
-from distdiag.diagnosis.waits.wait import call_at
+from distdiag.diagnosis.waits.wait import call_at, calls_until
 
 
 def on_rank(case: Case) -> Testimony | None:
@@ -81,16 +81,16 @@ def _paired(case: Case, rank: int, others: Sequence[int]) -> tuple[Call, Call] |
 
     That call has followed on it since: else it was made instead, as where each role has its own lines.
     """
-    state, group, now = case.states[rank], case.wait.group, case.wait.seq
-    own = [c for c in (*state.calls, state.blocked) if c is not None and c.group == group and c.seq and c.site]
+    state, group, theirs = case.states[rank], case.wait.group, case.states[others[0]]
+    calls = ((c, c.seq, c.site.key) for c in calls_until(state, state.blocked) if c.group == group and c.seq and c.site)
+    own = [x for x in calls if x[1] <= case.wait.seq]
     elsewhere = set().union(*(case.states[q].sites for q in others))
-    made = next((c for c in own if c.seq < now and c.site.key not in elsewhere), None)
-    due = call_at(case.states[others[0]], group, made.seq) if made is not None else None
+    made, seq, key = next((x for x in own[:-1] if x[2] not in elsewhere), (None, 0, ""))
+    due = call_at(theirs, group, seq) if made is not None else None
     if made is None or due is None or due.site is None:
         return None
-    once = state.sites.get(made.site.key, 0) == sum(c.site == made.site for c in state.calls)
-    followed = any(c.site.key == due.site.key and c.seq > made.seq for c in own)
-    return (made, due) if once and followed else None
+    once = state.sites.get(key, 0) == sum(x[2] == key for x in own)
+    return (made, due) if once and any(x[2] == due.site.key and x[1] > seq for x in own) else None
 
 
 def _at_departure(case: Case, ranks: Sequence[int], made: Call, due: Call) -> Testimony | None:

@@ -111,10 +111,12 @@ def _event(call: Call) -> Event:
 
 def _aligned(first: History, second: History) -> tuple[int, int] | None:
     """Return the indices of the first collective that both list; None without one, or if it differs already."""
-    theirs = {(call.group, call.seq): j for j, call in enumerate(second.calls) if call is not None and call.seq}
-    mine = ((i, theirs.get((call.group, call.seq))) for i, call in enumerate(first.calls) if call is not None)
-    i, j = next(((i, j) for i, j in mine if j is not None), (0, None))
-    return (i, j) if j is not None and first.events[i] == second.events[j] else None
+    numbered = (
+        {(c.group, c.seq): i for i, c in enumerate(h.calls) if c is not None and c.seq} for h in (first, second)
+    )
+    mine, theirs = numbered
+    i, j = next(((i, theirs[key]) for key, i in mine.items() if key in theirs), (-1, -1))
+    return (i, j) if i >= 0 and first.events[i] == second.events[j] else None
 
 
 def first_difference(first: History, second: History) -> tuple[int, int] | None:
@@ -220,7 +222,7 @@ def _against(first: History, second: History, others: Sequence[History]) -> Depa
 
 
 def accuse(case: Case) -> Testimony | None:
-    """Accuse the one side of which every rank departed from the first rank of the others; nobody for messages.
+    """Accuse the one side of which every rank departed from the first rank of another; nobody for messages.
 
     In a cycle, ranks are compared with those that wait for them. The number of messages in a step depends on its data (micro-batches): none of
     them is due. Ranks that are not members of the same groups have one order of calls in a mesh, and different ones in a pipeline.
@@ -238,26 +240,22 @@ def accuse(case: Case) -> Testimony | None:
     def of(rank: int) -> History:  # most ranks need none: of thousands, each costs a millisecond
         return history(case.states[rank], case.calls.get(rank) or case.states[rank].blocked, groups)
 
+    members, rest = {*case.compared}, []
     if in_cycle:
-        members = {*case.compared}
         pairs = {(q, p) for wait in waits for q in wait.ranks for p in wait.missing if {q, p} <= members}
         if len(pairs) > COMPARED:
             return None
-        both = [(of(q), of(p)) for q, p in sorted(pairs)]
         rest = [of(r) for r in [*(case.states.keys() - members)][:COMPARED]] if not by_message else []
-        found = {d.rank: ([d.rank], d) for q, p in both if (d := _against(q, p, rest) or departure(q, p)) is not None}
     else:
-        found = {}
-        for side in case.sides:
-            other = of((case.sides[1] if side is case.sides[0] else case.sides[0])[0])
-            departures = [departure(of(r), other) for r in side]
-            if departures[0] is not None and all(
-                d is not None and d.rank == r for d, r in zip(departures, side, strict=True)
-            ):
-                found[side[0]] = side, departures[0]
+        first, second, *_ = case.sides
+        pairs = {*((r, second[0]) for r in first), *((r, first[0]) for side in case.sides[1:] for r in side)}
+    both = ((of(q), of(p)) for q, p in sorted(pairs))
+    departed = {d.rank: d for q, p in both if (d := _against(q, p, rest) or departure(q, p)) is not None}
+    found = [side for side in case.sides if departed.keys() >= {*side}]
     if len(found) != 1:
         return None
-    ((side, first),) = found.values()
+    (side,) = found
+    first = departed[side[0]]
     made, due = (_word(call) for call in (first.made, first.due))
     same = made == due
     if same:  # one line, in a wrapper for all calls: the arguments differ
