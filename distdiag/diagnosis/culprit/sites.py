@@ -1,8 +1,7 @@
-"""Evidence from call sites: who is, or has been, where the others never were; who was there more or less often."""
+"""Evidence from call sites: who is, or has been, where the others never were."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
@@ -11,15 +10,6 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import takes_turns
 from distdiag.diagnosis.model.snapshot import Life, RankState, lines_of
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import places_text
-
-MORE_ADVICE = (
-    "find why that rank makes it more often: one more round of a loop, or a module that communicates (a norm, a metric), which that rank "
-    "alone runs for a preview, a log or a check"
-)
-
-
-# -- where others never were -------------------------------------------------------------------------------------------
 
 
 def new(case: Case) -> Testimony | None:
@@ -102,33 +92,3 @@ def _knows_more(
 def _past(state: RankState, here: str | None) -> set[str]:
     """Return the sites a rank has visited, not counting the call it is in now."""
     return {site for site, n in state.sites.items() if n - (site == here) > 0}
-
-
-# -- how often ---------------------------------------------------------------------------------------------------------
-
-
-def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the one site that this rank used more often in as many steps than the others, which agree. Dumps hold no steps."""
-    states = [case.states[q] for q in case.compared if q not in ranks and q in case.states]
-    if case.snapshot.source == "dumps" or len(ranks) != 1 or not states:
-        return None
-    state = case.states[ranks[0]]
-    if {x.step for x in states} != {state.step}:
-        return None
-    mine = _until_now(case, state)
-    theirs = {site: {_until_now(case, st).get(site, 0) for st in states} for site in mine}
-    found = [site for site, times in theirs.items() if len(times) == 1 and 0 < min(times) < mine[site]]
-    if len(found) != 1:
-        return None
-    (site,) = found
-    more = mine[site] - min(theirs[site])
-    times = "once" if more == 1 else f"{more:,} times"
-    text = f"; in as many steps, rank {ranks[0]} has called the collective at {places_text(site)} {times} more than the others"
-    return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
-
-
-def _until_now(case: Case, state: RankState) -> dict[str, int]:
-    """Return how often a rank has been at its sites up to the call of the case: it may have gone on, and been aborted later."""
-    group, seq = case.wait.group, case.wait.seq
-    on = Counter(site_of(None, c) for c in state.calls if c.group == group and seq is not None and (c.seq or 0) > seq)
-    return {site: n - on[site] for site, n in state.sites.items()}

@@ -121,7 +121,6 @@ _CONFLICT = (
     Witness(Reason.AHEAD, stacks.ahead),
     Witness(Reason.ORDER, explain=arguments.reordered),
     Witness(Reason.PARTING, explain=conditions.between_sides),
-    Witness(Reason.COUNT, explain=sites.more_calls),
 )
 ORDER: dict[Root, tuple[Witness, ...]] = {
     Root.CONFLICT: _CONFLICT,
