@@ -85,13 +85,8 @@ def history(state: RankState, here: Call | None, groups: Collection[str]) -> His
         if call is not None:
             known = newest.get(call.group)
             # without a listed call of its group, the end of the step represents DDP's calls
-            event = (
-                _event(call)
-                if messages.name(call) in listed
-                else STEP
-                if known is None and len(groups) > 1
-                else COUNTED
-            )
+            hidden = STEP if known is None and len(groups) > 1 else COUNTED
+            event = _event(call) if messages.name(call) in listed else hidden
             if call.seq is not None:
                 gap = call.seq - known - 1 if known else 0
                 newest[call.group] = call.seq
@@ -111,10 +106,8 @@ def _event(call: Call) -> Event:
 
 def _aligned(first: History, second: History) -> tuple[int, int] | None:
     """Return the indices of the first collective that both list; None without one, or if it differs already."""
-    numbered = (
-        {(c.group, c.seq): i for i, c in enumerate(h.calls) if c is not None and c.seq} for h in (first, second)
-    )
-    mine, theirs = numbered
+    both = (first.calls, second.calls)
+    mine, theirs = ({(c.group, c.seq): i for i, c in enumerate(calls) if c is not None and c.seq} for calls in both)
     i, j = next(((i, theirs[key]) for key, i in mine.items() if key in theirs), (-1, -1))
     return (i, j) if i >= 0 and first.events[i] == second.events[j] else None
 
@@ -123,8 +116,9 @@ def first_difference(first: History, second: History) -> tuple[int, int] | None:
     """Return the indices of the first events that differ; None if all that is known is equal, or differs from the start."""
     if (start := _aligned(first, second)) is None:
         return None
-    rest = (zip(h.events[k:], h.gaps[k:], strict=False) for h, k in zip((first, second), start, strict=True))
-    n = next((n for n, (a, b) in enumerate(zip(*rest, strict=False)) if a != b), None)
+    # the gap before the first one depends on how far back each is known
+    rest = (zip(h.events[k:], h.gaps[k:], strict=False) for h, k in ((first, start[0] + 1), (second, start[1] + 1)))
+    n = next((n for n, (a, b) in enumerate(zip(*rest, strict=False), 1) if a != b), None)
     return (start[0] + n, start[1] + n) if n is not None else None
 
 
@@ -245,10 +239,10 @@ def accuse(case: Case) -> Testimony | None:
         pairs = {(q, p) for wait in waits for q in wait.ranks for p in wait.missing if {q, p} <= members}
         if len(pairs) > COMPARED:
             return None
-        rest = [of(r) for r in [*(case.states.keys() - members)][:COMPARED]] if not by_message else []
+        rest = [of(r) for r in sorted(case.states.keys() - members)[:COMPARED]] if not by_message else []
     else:
-        first, second, *_ = case.sides
-        pairs = {*((r, second[0]) for r in first), *((r, first[0]) for side in case.sides[1:] for r in side)}
+        largest, *others = case.sides
+        pairs = {*((r, others[0][0]) for r in largest), *((r, largest[0]) for side in others for r in side)}
     both = ((of(q), of(p)) for q, p in sorted(pairs))
     departed = {d.rank: d for q, p in both if (d := _against(q, p, rest) or departure(q, p)) is not None}
     found = [side for side in case.sides if departed.keys() >= {*side}]
