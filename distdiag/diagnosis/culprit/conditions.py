@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from distdiag.diagnosis.culprit import backward, callers, divergence, paths
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.paths import Condition, Way
+from distdiag.diagnosis.model import syntax
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, Site, lines_of
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
@@ -209,10 +212,11 @@ def _between(case: Case, ranks: Sequence[int]) -> list[Condition]:
         due = (*own.path, *(x for x in first[-1:] if x not in own.path))
         elsewhere = own.key != case.here.get(mine[0]) and not callers.dispatched(first, due, case.source)
         return paths.conditions_between(first, due, case.source) if elsewhere else []
+    as_often = partial(_as_often, case, *both)
     rank, other = both
     stays = case.states[rank].step <= case.states[other].step and _again(case, other, rank)
     alone = case.here.get(rank) not in case.states[other].sites
-    pair = paths.Pair(_ahead(case, rank, other), again=_again(case, rank, other), stays=stays, alone=alone)
+    pair = paths.Pair(_ahead(case, rank, other), as_often, again=_again(case, rank, other), stays=stays, alone=alone)
     return paths.conditions_between(first, second, case.source, pair)
 
 
@@ -264,6 +268,25 @@ def _call_before(case: Case, rank: int, other: int) -> str | None:
     """Return the site at which both ranks made the call before this one; None if it is not one site."""
     sites = {site_of(None, case.call_before(case.wait, q)) for q in (rank, other)}
     return sites.pop() if len(sites) == 1 else None
+
+
+def _as_often(case: Case, rank: int, other: int, file: str, loop: ast.AST) -> bool:
+    """True if a rank has made each call in the body of a loop at least as often as another rank that is still in it.
+
+    Only calls above that rank's place count: those below it are still to come in its round.
+    """
+    if not isinstance(loop, syntax.LOOPS):
+        return False
+    mine, theirs = case.states[rank].sites, case.states[other].sites
+    stack = _stack(case, other)
+    here = next((x.line for x in stack if x.file == file and syntax.within(loop, x.line)), 0)
+
+    def above(key: str) -> bool:
+        lines = [line for f, line in lines_of(key) if f == file and line < here]
+        return any(syntax.within(node, line) for line in lines for node in loop.body)
+
+    keys = list(filter(above, theirs))
+    return bool(keys) and all(mine.get(key, 0) >= theirs[key] for key in keys)
 
 
 def _left_backward(case: Case, ranks: Sequence[int]) -> Testimony | None:

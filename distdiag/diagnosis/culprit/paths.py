@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -135,6 +135,7 @@ class Pair(NamedTuple):
     Attributes:
         ahead: Both are in the same round of their loops. The rank further down has passed the other's call; the
             other has not evaluated yet what leads on from there.
+        as_often: True for a loop (file, statement) that this rank has run as often as the other: it has not ended early.
         changed: Both stacks are of one rank, which went the other way before. A test that never changes in a rank is not the reason.
         again: Both made the call before at the other's site. So this rank has left the loop around that site.
         stays: Both made the call before at this rank's site, in the same step. So this rank is still in the loop around it.
@@ -142,6 +143,7 @@ class Pair(NamedTuple):
     """
 
     ahead: bool = False
+    as_often: Callable[[str, ast.AST], bool] = lambda file, statement: False
     changed: bool = False
     again: bool = False
     stays: bool = False
@@ -168,6 +170,7 @@ def conditions_between(
     # a rank that is still in a helper, which the other has left, may only be later
     held, *left = ([],) * 4 if pair.ahead and their_path.returned else _sorts(path._replace(returned=False))
     held_there, *left_there = _sorts(their_path)
+    left_there = [[g for g in sort if not pair.as_often(g.site.file, g.node)] for sort in left_there]
     # what ends a round early in a loop of both: a round ago
     rounds = [g for g in their_path.common if g.depth == their_path.depth and isinstance(g.way_out, ast.Continue)]
     # a round that ended early, in a loop that has ended for this rank and has as many rounds on every rank
