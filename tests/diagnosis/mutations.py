@@ -18,6 +18,7 @@ from tests.diagnosis.programs import Job, Op, Tape, run, snapshot
 
 GROUPS = ("world", "metrics")  # of the same ranks
 KINDS = ("drop", "double", "swap", "line", "root", "shape", "dtype", "end", "peer", "unsent")
+MESH = {"world": (0, 1, 2, 3), "tensor 0": (0, 1), "tensor 1": (2, 3), "data 0": (0, 2), "data 1": (1, 3)}
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,22 @@ def training(rng: random.Random, ranks: int) -> list[list[Op]]:
         if rooted:
             every(Op("broadcast", "world", root=0, shape=1, line=41))
         every(Op("barrier", "world", line=42))
+    return out
+
+
+def mesh(rng: random.Random) -> list[list[Op]]:
+    """Return the healthy programs of a mesh of two by two ranks: tensor-parallel layers, gradients over the data-parallel ranks, or over all."""
+    steps, layers, epochs, over_all = rng.randint(3, 12), rng.randint(1, 3), rng.randint(2, 4), rng.random() < 0.5
+    out: list[list[Op]] = [[] for _ in range(4)]
+    for rank, program in enumerate(out):
+        tensor, data = f"tensor {rank // 2}", "world" if over_all else f"data {rank % 2}"
+        for _ in range(epochs):
+            for step in range(steps):
+                program += [Op("all_reduce", tensor, shape=64, line=20 + layer) for layer in range(layers)]
+                program.append(Op("all_reduce", data, shape=300, line=30))
+                program += [Op("all_reduce", "world", shape=1, line=33)] * (step % 3 == 0)
+                program.append(Op("work", step=True))
+            program.append(Op("barrier", "world", line=42))
     return out
 
 
@@ -140,21 +157,21 @@ def _fits(program: list[Op], i: int, mutation: str) -> bool:
     return op.kind == "work"
 
 
-def cases(seed: int, count: int) -> Iterator[Case]:
+def cases(seed: int, count: int, of_mesh: bool = False) -> Iterator[Case]:
     """Yield `count` mutated jobs that get stuck, or whose ranks end while others wait."""
     rng = random.Random(seed)
-    made = 0
+    made, kinds = 0, KINDS[:4] if of_mesh else KINDS
     while made < count:
-        ranks, mutation = rng.choice((2, 2, 3, 4)), KINDS[made % len(KINDS)]
+        ranks, mutation = 4 if of_mesh else rng.choice((2, 2, 3, 4)), kinds[made % len(kinds)]
         if mutation == "peer" and ranks == 2:
             continue
-        found = mutated(rng, training(rng, ranks), mutation)
+        found = mutated(rng, mesh(rng) if of_mesh else training(rng, ranks), mutation)
         if found is None:
             continue
         programs, rank, at, end = found
         job = Job(
             programs,
-            dict.fromkeys(GROUPS, tuple(range(ranks))),
+            MESH if of_mesh else dict.fromkeys(GROUPS, tuple(range(ranks))),
             [end if q == rank else Life.FINISHED for q in range(ranks)],
         )
         run(job, Tape([rng.randrange(1 << 16) for _ in range(20_000)]))

@@ -46,6 +46,16 @@ def test_the_rank_with_the_mutated_event_is_named(seed: int) -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_rank_of_a_mesh_with_the_mutated_event_is_named(seed: int) -> None:
+    answers: Counter[str] = Counter()
+    for case in cases(seed, 60, of_mesh=True):
+        snapshot = seen(case.job)
+        named = {q for verdict in judge(snapshot, build(snapshot)) for q in shown(snapshot, verdict).culprits}
+        answers["right" if named == {case.rank} else "wrong" if named else "nobody"] += 1
+    assert answers["right"] >= RIGHT * answers.total() and not answers["wrong"], answers
+
+
 def test_healthy_originals_blame_nobody() -> None:
     rng = random.Random(5)
     for _ in range(60):

@@ -335,34 +335,6 @@ def test_the_rank_with_a_backward_pass_more_than_steps_is_the_culprit() -> None:
         assert "backward passes in" not in only(other).message
 
 
-def aborted(r: int, at: Site, visits: int, steps: int = 200, **more: Any) -> RankState:
-    return rank(
-        r,
-        current_site=at,
-        user_stack=(at,),
-        step=steps,
-        sites={key(FORWARD): visits, key(at): steps, key(CALLER): 9},
-        **more,
-    )
-
-
-def test_an_abort_by_gloo_names_a_call_that_one_rank_made_more_often() -> None:
-    """A preview on rank 0 runs a module that communicates; its calls meet those of the others' next step."""
-    lost = {"life": Life.CRASHED, "exception": "RuntimeError: Connection closed by peer", "ended_s": 40.1}
-    killed = {"life": Life.KILLED, "signal": 6, "ended_waiting": True, "ended_s": 40.0}
-    odd = Site(FILE, 30, "backward")
-
-    def found(steps: int) -> Finding:
-        others = [aborted(q, BACKWARD, 600, steps, **lost) for q in (1, 2)]
-        (f,) = findings(snapshot(aborted(0, odd, 603, **killed), *others), mismatch)
-        return f
-
-    assert found(200).culprits == (0,)
-    assert found(200).message.endswith("rank 0 has called the collective at train.py:2 3 times more than the others")
-    assert "times more" not in found(199).message  # behind by a step: its calls are fewer for that reason
-    assert "more often: one more round of a loop, or" in found(200).advice and "preview" in found(200).advice
-
-
 def test_the_condition_is_in_the_code_of_the_rank_nearest_to_the_culprit() -> None:
     """The learner and an actor wait in a broadcast for another actor; two classes have a method of the same name."""
     text, at = places("""

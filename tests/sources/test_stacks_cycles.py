@@ -34,48 +34,6 @@ def culprits(text: str, *ranks: Seen) -> tuple[tuple[int, ...], str]:
     return finding.culprits, finding.message
 
 
-RING = """
-def shift(x, left, right):
-    dist.send(x, right)
-    dist.recv(x, left)
-    dist.recv(x, left)
-    dist.send(x, right)
-def main():
-    for step in range(90):
-        shift(x, *sides(step))
-"""
-
-
-def in_ring(q: int, op: str, line: int, left: int, right: int, step: int = 40) -> Seen:
-    peer = {"dst": right} if op == "send" else {"src": left}
-    return rank(op, ("shift", line, {"left": left, "right": right}), ("main", 9, {"rank": q, "step": step}), peer=peer)
-
-
-def test_a_peer_at_another_distance_than_on_all_other_ranks() -> None:
-    rest = [in_ring(1, "recv", 5, 0, 2), in_ring(2, "recv", 4, 1, 3), in_ring(3, "send", 6, 2, 0)]
-    named, message = culprits(RING, in_ring(0, "send", 3, 1, 3), *rest)
-    assert named == (0,)
-    assert "`right` is the own rank - 1 on rank 0, and the own rank + 1 on all other ranks" in message
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        in_ring(0, "send", 3, 1, 3, step=39),  # in another round, where its peer may be right
-        in_ring(0, "send", 3, 1, 2),  # and two others do not agree
-    ],
-    ids=["round", "fit"],
-)
-def test_a_peer_that_may_be_right(odd: Seen) -> None:
-    other = (
-        in_ring(1, "recv", 5, 0, 2)
-        if odd.position and odd.position.names[0]["right"] == 3
-        else in_ring(1, "recv", 5, 0, 3)
-    )
-    rest = [other, in_ring(2, "recv", 4, 1, 3), in_ring(3, "send", 6, 2, 0)]
-    assert all(f.culprits == () for f in findings(dict(enumerate([odd, *rest])), lambda _: RING))
-
-
 SKIPS = """
 def average(model, group):
     for p in model.parameters():

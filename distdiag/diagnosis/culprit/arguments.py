@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.model.syntax import line_at
 from distdiag.diagnosis.text.phrases import at, both_sites
 from distdiag.diagnosis.waits import compatible
-from distdiag.diagnosis.waits.wait import call_at
+from distdiag.diagnosis.waits.wait import call_at, calls_until
 from distdiag.terms.ranks import by_value
 from distdiag.terms.units import counted, size_text
 
@@ -62,9 +61,8 @@ def _calls_before(state: RankState | None, call: Call | None) -> list[Call]:
     if state is None or call is None or call.site is None:
         return []
     here = f"{call.site.key} <"  # of a rank that was aborted the callers are not known
-    same = (c for c in state.calls if c.site is not None and f"{c.site.key} <".startswith(here))
-    same = (c for c in same if (c.op, c.group) == (call.op, call.group))
-    return [*itertools.takewhile(lambda c: (c.seq, c.nth, c.peer) != (call.seq, call.nth, call.peer), same)]
+    same = (c for c in calls_until(state, call)[:-1] if (c.op, c.group) == (call.op, call.group))
+    return [c for c in same if c.site is not None and f"{c.site.key} <".startswith(here)]
 
 
 def _of_ranks(case: Case, ranks: Collection[int]) -> list[Usual | None]:

@@ -22,6 +22,7 @@ from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.conditions import decision_advice, left_text
 from distdiag.diagnosis.text.phrases import at, op_at, op_text
 from distdiag.diagnosis.waits import compatible
+from distdiag.diagnosis.waits.wait import calls_until
 
 LATELY = 32  # calls; the cycle closes some calls after the rank broke its sequence
 HISTORY = 48  # minimum of earlier calls
@@ -170,11 +171,8 @@ def called_before(case: Case, ranks: Sequence[int]) -> Testimony | None:
 
 def _rounds(state: RankState, peer: int, tag: int, made: Call) -> list[Call]:
     """Return a rank's messages with a peer and its collectives of one kind, with the call that it is in."""
-    calls = [*state.calls, *([state.blocked] if state.blocked is not None and state.blocked not in state.calls else [])]
-    here = (state.blocked.group, state.blocked.seq, state.blocked.nth) if state.blocked is not None else None
-    at_end = next((i for i, c in enumerate(calls) if (c.group, c.seq, c.nth) == here), len(calls))
     return [
-        c for c in calls[: at_end + 1]
+        c for c in calls_until(state, state.blocked)
         if ((c.peer, c.tag) == (peer, tag) if c.p2p else (c.op, c.group) == (made.op, made.group)) and not c.other_thread
     ]  # fmt: skip
 

@@ -31,7 +31,6 @@ class Reason(StrEnum):
     EXTRA = "extra"  # it made more backward passes than steps
     SKIPPED = "skipped"  # it ran a forward without its backward
     UNUSED = "unused"  # it left a backward in which DDP averages gradients on the others: parameters had none
-    PAIRED = "paired"  # its call at a new line was paired with the others' call at another line, before this collective
     DIVERGENCE = "divergence"  # where histories part, its call was not the one that was due
     SITE = "site"  # it is at a site that the others never used
     HISTORY = "history"  # it has used a site that the others never used
@@ -40,8 +39,6 @@ class Reason(StrEnum):
     PATTERN = "pattern"  # it left the order that its calls had kept
     OUTSIDER = "outsider"  # it called a collective of a group that it is not a member of
     MESSAGES = "messages"  # it has sent fewer messages than its peers, or left one receiver out, or one message
-    EXCHANGE = "exchange"  # in an exchange with neighbours, only its peer is at another distance from it
-    COUNT = "count"  # it has used a site more, or less, often than all others
     ALONE = "alone"  # it waits alone, the others together
     ORDER = "order"  # all have made these calls before: only their order differs
     AHEAD = "ahead"  # by sites alone, it has gone past the call in which the others are

@@ -17,6 +17,7 @@ from distdiag.diagnosis.text.conditions import decision_advice, left_text
 from distdiag.diagnosis.text.incident import implicit_text
 from distdiag.diagnosis.text.phrases import op_at
 from distdiag.diagnosis.waits import compatible, messages
+from distdiag.diagnosis.waits.wait import call_at, calls_until
 
 
 def on_rank(case: Case) -> Testimony | None:
@@ -53,13 +54,14 @@ def between_sides(case: Case, ranks: Sequence[int]) -> Testimony | None:
     return Testimony(conditions=tuple(found), advice=advice if apart and len(found) == 1 else "")
 
 
-def by_handler(case: Case, ranks: Sequence[int]) -> bool:
-    """True if only a handler of an error can have led all others past the call of these ranks, which they have made less often."""
-    found, here = _between(case, ranks), case.here.get(ranks[0]) or ""
-    times = {q: state.sites.get(here, 0) for q in case.compared if (state := case.states.get(q)) is not None}
-    others = [n for q, n in times.items() if q not in ranks]
-    by_errors = bool(found) and all(condition.failed and condition.past for condition in found)
-    return by_errors and bool(others) and max(others) < min(times[q] for q in ranks if q in times)
+def by_handler(case: Case) -> Testimony | None:
+    """Accuse the larger of two sides if only a handler of an error can have led it past the other's call, which it has made less often."""
+    first, second, *more = case.sides
+    found, here = _between(case, first), case.here.get(second[0]) or ""
+    times = [[case.states[q].sites.get(here, 0) for q in side if q in case.states] for side in (first, second)]
+    fewer = not more and all(times) and max(times[0]) < min(times[1])
+    by_errors = bool(found) and all(condition.failed and condition.way is Way.SKIPPED for condition in found)
+    return _testimony(case, found, first) if fewer and by_errors else None
 
 
 def _earlier(case: Case, ranks: Sequence[int]) -> tuple[Call, Call] | None:
@@ -71,10 +73,27 @@ def _earlier(case: Case, ranks: Sequence[int]) -> tuple[Call, Call] | None:
     both = (divergence.history(case.states[q], case.calls.get(q), groups) for q in (ranks[0], others[0]))
     found = divergence.departure(*both)
     if found is None or found.rank != ranks[0] or found.made is None or found.due is None:
-        return None
+        return _paired(case, ranks[0], others)
     made, due = found.made, found.due
     before = made.seq is not None and made.group == case.wait.group == due.group and made.seq < case.wait.seq
     return (made, due) if before and made.site is not None and due.site is not None and made.site != due.site else None
+
+
+def _paired(case: Case, rank: int, others: Sequence[int]) -> tuple[Call, Call] | None:
+    """Return (a rank's only calls at a line where the others have never been, the call of theirs that the first was paired with).
+
+    That call has followed on it since: else it was made instead, as where each role has its own lines.
+    """
+    state, group, theirs = case.states[rank], case.wait.group, case.states[others[0]]
+    calls = ((c, c.seq, c.site.key) for c in calls_until(state, state.blocked) if c.group == group and c.seq and c.site)
+    own = [x for x in calls if x[1] <= case.wait.seq]
+    elsewhere = set().union(*(case.states[q].sites for q in others))
+    made, seq, key = next((x for x in own[:-1] if x[2] not in elsewhere), (None, 0, ""))
+    due = call_at(theirs, group, seq) if made is not None else None
+    if made is None or due is None or due.site is None:
+        return None
+    once = state.sites.get(key, 0) == sum(x[2] == key for x in own)
+    return (made, due) if once and any(x[2] == due.site.key and x[1] > seq for x in own) else None
 
 
 def _at_departure(case: Case, ranks: Sequence[int], made: Call, due: Call) -> Testimony | None:

@@ -9,17 +9,19 @@ sides, so it predicts: of the two events, the one that followed the longer equal
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from distdiag.diagnosis.culprit.callers import equal_start
+from distdiag.diagnosis.culprit.callers import COMPARED, equal_start
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState
 from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible, messages
+from distdiag.diagnosis.waits.incidents import Root
+from distdiag.diagnosis.waits.wait import calls_until
 from distdiag.terms.units import counted
 
 NEVER = -1  # depth of an event that never happened before
@@ -64,11 +66,8 @@ class Departure:
 
 def history(state: RankState, here: Call | None, groups: Collection[str]) -> History:
     """Return the events of a rank in these groups, up to `here`."""
-    calls = [call for call in state.calls if call.group in groups]
-    listed = set(map(_name, calls))
-    if here is not None:
-        same = [i for i, call in enumerate(calls) if _name(call) == _name(here)]
-        calls = [*(calls[: same[-1]] if same else calls), here]
+    calls = [call for call in calls_until(state, here) if call.group in groups or call is here]
+    listed = {messages.name(call) for call in state.calls}
     timed: list[tuple[float, int, Call | None]] = []
     newest_s = 0.0
     for call in calls:
@@ -86,17 +85,14 @@ def history(state: RankState, here: Call | None, groups: Collection[str]) -> His
         if call is not None:
             known = newest.get(call.group)
             # without a listed call of its group, the end of the step represents DDP's calls
-            event = _event(call) if _name(call) in listed else STEP if known is None and len(groups) > 1 else COUNTED
+            hidden = STEP if known is None and len(groups) > 1 else COUNTED
+            event = _event(call) if messages.name(call) in listed else hidden
             if call.seq is not None:
                 gap = call.seq - known - 1 if known else 0
                 newest[call.group] = call.seq
         events.append(event)
         gaps.append(gap)
     return History(state, tuple(events), tuple(call for _, _, call in timed), tuple(gaps))
-
-
-def _name(call: Call) -> tuple[Any, ...]:
-    return call.op, call.group, call.seq, call.peer, call.nth
 
 
 def _event(call: Call) -> Event:
@@ -108,22 +104,22 @@ def _event(call: Call) -> Event:
     return compatible.op_name(call.op), site, call.root, compatible.dtype_name(call.dtype), size  # see _ARGUMENTS
 
 
+def _aligned(first: History, second: History) -> tuple[int, int] | None:
+    """Return the indices of the first collective that both list; None without one, or if it differs already."""
+    both = (first.calls, second.calls)
+    mine, theirs = ({(c.group, c.seq): i for i, c in enumerate(calls) if c is not None and c.seq} for calls in both)
+    i, j = next(((i, theirs[key]) for key, i in mine.items() if key in theirs), (-1, -1))
+    return (i, j) if i >= 0 and first.events[i] == second.events[j] else None
+
+
 def first_difference(first: History, second: History) -> tuple[int, int] | None:
     """Return the indices of the first events that differ; None if all that is known is equal, or differs from the start."""
-    oldest = [next((call for call in h.calls if call and call.seq), None) for h in (first, second)]
-    both = ((_index_of(first, call), _index_of(second, call)) for call in oldest if call is not None)
-    i, j = next(((i, j) for i, j in both if i is not None and j is not None), (None, None))
-    if i is None or j is None or first.events[i] != second.events[j]:
+    if (start := _aligned(first, second)) is None:
         return None
-    i, j = i + 1, j + 1
-    rest = (zip(h.events[k:], h.gaps[k:], strict=False) for h, k in ((first, i), (second, j)))
-    return next(((i + n, j + n) for n, (a, b) in enumerate(zip(*rest, strict=False)) if a != b), None)
-
-
-def _index_of(history: History, wanted: Call) -> int | None:
-    """Return the index of the collective with this number of its group."""
-    key = wanted.group, wanted.seq
-    return next((i for i, call in enumerate(history.calls) if call is not None and (call.group, call.seq) == key), None)
+    # the gap before the first one depends on how far back each is known
+    rest = (zip(h.events[k:], h.gaps[k:], strict=False) for h, k in ((first, start[0] + 1), (second, start[1] + 1)))
+    n = next((n for n, (a, b) in enumerate(zip(*rest, strict=False), 1) if a != b), None)
+    return (start[0] + n, start[1] + n) if n is not None else None
 
 
 def departure(first: History, second: History) -> Departure | None:
@@ -208,32 +204,52 @@ def _earlier(history: History, i: int) -> bool:
     return history.state.sites.get(key, 0) > known
 
 
-def accuse(case: Case) -> Testimony | None:
-    """Accuse the one side of which every rank departed from the first rank of the others; nobody for messages.
+def _against(first: History, second: History, others: Sequence[History]) -> Departure | None:
+    """Return which of two ranks departed, if all others that are known have gone the other's way: the first epoch's end is due, too."""
+    pair, known = (first, second), [h for h in others if _aligned(h, first) and _aligned(h, second)]
+    apart = [{first_difference(h, other) is not None for other in known} for h in pair]
+    if apart not in ([{True}, {False}], [{False}, {True}]) or (at_index := first_difference(first, second)) is None:
+        return None
+    odd = 0 if apart[0] == {True} else 1
+    made, due = pair[odd].calls[at_index[odd]], pair[1 - odd].calls[at_index[1 - odd]]
+    return Departure(pair[odd].state.rank, made, due)
 
-    The number of messages in a step depends on its data (micro-batches): none of them is due. Ranks that are not members of the same
-    groups (of a mesh) have separate orders.
+
+def accuse(case: Case) -> Testimony | None:
+    """Accuse the one side of which every rank departed from the first rank of another; nobody for messages.
+
+    In a cycle, ranks are compared with those that wait for them. The number of messages in a step depends on its data (micro-batches): none of
+    them is due. Ranks that are not members of the same groups have one order of calls in a mesh, and different ones in a pipeline.
     """
-    groups = {wait.group for wait in case.incident.waits}
-    known = [case.snapshot.groups[name] for name in groups if name in case.snapshot.groups]
-    if any(not set(case.compared) <= set(g.ranks) for g in known):
+    waits = case.incident.waits
+    in_cycle, by_message = case.incident.root is Root.CYCLE, any(wait.p2p for wait in waits)
+    groups = {*case.snapshot.groups} if in_cycle and not by_message else {wait.group for wait in waits}
+    known = [case.snapshot.groups[name].ranks for name in groups if name in case.snapshot.groups]
+    if (by_message or not in_cycle) and any(not {*case.compared} <= {*ranks} for ranks in known):
         return None
     if len(case.sides) < 2 or not all(r in case.states for r in case.compared):
         return None
 
     @cache
     def of(rank: int) -> History:  # most ranks need none: of thousands, each costs a millisecond
-        return history(case.states[rank], case.calls.get(rank), groups)
+        return history(case.states[rank], case.calls.get(rank) or case.states[rank].blocked, groups)
 
-    found: list[tuple[list[int], Departure]] = []
-    for side in case.sides:
-        other = of((case.sides[1] if side is case.sides[0] else case.sides[0])[0])
-        first = departure(of(side[0]), other)
-        if first is not None and all((d := departure(of(r), other)) is not None and d.rank == r for r in side):
-            found.append((side, first))
+    members, rest = {*case.compared}, []
+    if in_cycle:
+        pairs = {(q, p) for wait in waits for q in wait.ranks for p in wait.missing if {q, p} <= members}
+        if len(pairs) > COMPARED:
+            return None
+        rest = [of(r) for r in sorted(case.states.keys() - members)[:COMPARED]] if not by_message else []
+    else:
+        largest, *others = case.sides
+        pairs = {*((r, others[0][0]) for r in largest), *((r, largest[0]) for side in others for r in side)}
+    both = ((of(q), of(p)) for q, p in sorted(pairs))
+    departed = {d.rank: d for q, p in both if (d := _against(q, p, rest) or departure(q, p)) is not None}
+    found = [side for side in case.sides if departed.keys() >= {*side}]
     if len(found) != 1:
         return None
-    ((side, first),) = found
+    (side,) = found
+    first = departed[side[0]]
     made, due = (_word(call) for call in (first.made, first.due))
     same = made == due
     if same:  # one line, in a wrapper for all calls: the arguments differ

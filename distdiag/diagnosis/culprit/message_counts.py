@@ -15,7 +15,7 @@ from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.text.conditions import decision_advice
 from distdiag.diagnosis.text.phrases import at, op_at
 from distdiag.diagnosis.waits import compatible, messages
-from distdiag.diagnosis.waits.wait import Wait
+from distdiag.diagnosis.waits.wait import Wait, calls_until
 
 RING = 3  # waits of a cycle, so that at least two others show what is usual
 ROUNDS = 8  # with the send, for each without it: then it was due in every round
@@ -74,9 +74,7 @@ def _omitted(sender: RankState, receiver: int, call: Call) -> tuple[Call, Call, 
 
     Rounds longer ago than the calls are known count by the sites' totals, if each of the two lines makes one call only.
     """
-    calls, blocked = [*sender.calls], sender.blocked
-    if blocked is not None and not (calls and _key(calls[-1]) == _key(blocked) and calls[-1].completed_s is None):
-        calls.append(blocked)
+    calls = calls_until(sender, sender.blocked)
     send = messages.other_end(sender, receiver, call)
     if send is None or send.site is None:
         return None

@@ -1,10 +1,8 @@
-"""Evidence from call sites: who is, or has been, where the others never were; who was there more or less often."""
+"""Evidence from call sites: who is, or has been, where the others never were."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from statistics import mode
 
 from distdiag.diagnosis.culprit.case import Case, Testimony, site_of
 from distdiag.diagnosis.culprit.conditions import met_in
@@ -12,15 +10,6 @@ from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.guards import takes_turns
 from distdiag.diagnosis.model.snapshot import Life, RankState, lines_of
 from distdiag.diagnosis.text.incident import verb
-from distdiag.diagnosis.text.phrases import places_text
-
-MORE_ADVICE = (
-    "find why that rank makes it more often: one more round of a loop, or a module that communicates (a norm, a metric), which that rank "
-    "alone runs for a preview, a log or a check"
-)
-
-
-# -- where others never were -------------------------------------------------------------------------------------------
 
 
 def new(case: Case) -> Testimony | None:
@@ -29,24 +18,6 @@ def new(case: Case) -> Testimony | None:
     at_line = case.wait.calls[ranks[0]].site if ranks else None
     turns = at_line is not None and takes_turns(at_line, case.source)
     return None if turns else _only_there(case, ranks)
-
-
-def new_in_cycle(case: Case) -> Testimony | None:
-    """Accuse the one member at a site that no other member has used, nor a rank that waits with it.
-
-    An end of a message must be there for the first time: sends and receives have different sites in every program.
-    """
-    states = case.states
-    # a ring may have thousands of members
-    known_to = Counter(site for r in {*case.compared, *case.waiting} for site in states[r].sites)
-    alone = [r for r in case.compared if known_to.get(case.here[r] or "", 0) <= 1]
-    if len(alone) != 1:
-        return None
-    (rank,) = alone
-    call = case.calls.get(rank)
-    if call is not None and call.p2p and states[rank].sites.get(case.here[rank] or "", 0) > 1:
-        return None
-    return _only_there(case, alone if _is_new(case, alone, [r for r in case.compared if r != rank]) else ())
 
 
 def history(case: Case) -> Testimony | None:
@@ -121,63 +92,3 @@ def _knows_more(
 def _past(state: RankState, here: str | None) -> set[str]:
     """Return the sites a rank has visited, not counting the call it is in now."""
     return {site for site, n in state.sites.items() if n - (site == here) > 0}
-
-
-# -- how often ---------------------------------------------------------------------------------------------------------
-
-
-def visits_differ(case: Case) -> Testimony | None:
-    """Accuse the rank with one visit too many or too few: m waits alone for p at a site that all others know.
-
-    It is m if m has been there once too often, p if p has been there once too seldom.
-    """
-    states, members = case.states, case.incident.members
-    found: set[int] = set()
-    for wait in case.incident.waits if len(case.incident.waits) == 2 else ():
-        inside = [r for r in wait.ranks if r in members]
-        awaited = wait.missing & members
-        if wait.p2p or len(inside) != 1 or len(awaited) != 1:
-            continue  # a rank stuck behind the cycle has called send and recv less often for that reason alone
-        (m,), (p,) = inside, awaited
-        site = case.here.get(m)
-        others = [state for q, state in states.items() if q not in members and state.sites.get(site or "")]
-        if site is None or not others:
-            continue
-        usual = mode(state.sites[site] for state in others)
-        before = mode(state.sites[site] - (site_of(state, state.blocked) == site) for state in others)
-        n_m, n_p = states[m].sites.get(site, 0), states[p].sites.get(site, 0)
-        if n_m > usual:
-            found.add(m)
-        elif before >= n_m > n_p > 0:  # a rank that has never been there has another role
-            found.add(p)
-    if len(found) != 1:
-        return None
-    text = f"; {rank_list(found)} has been there more or less often than all other ranks"
-    return Testimony(ranks=tuple(found), text=text)
-
-
-def more_calls(case: Case, ranks: Sequence[int]) -> Testimony | None:
-    """Return the one site that this rank used more often in as many steps than the others, which agree. Dumps hold no steps."""
-    states = [case.states[q] for q in case.compared if q not in ranks and q in case.states]
-    if case.snapshot.source == "dumps" or len(ranks) != 1 or not states:
-        return None
-    state = case.states[ranks[0]]
-    if {x.step for x in states} != {state.step}:
-        return None
-    mine = _until_now(case, state)
-    theirs = {site: {_until_now(case, st).get(site, 0) for st in states} for site in mine}
-    found = [site for site, times in theirs.items() if len(times) == 1 and 0 < min(times) < mine[site]]
-    if len(found) != 1:
-        return None
-    (site,) = found
-    more = mine[site] - min(theirs[site])
-    times = "once" if more == 1 else f"{more:,} times"
-    text = f"; in as many steps, rank {ranks[0]} has called the collective at {places_text(site)} {times} more than the others"
-    return Testimony(ranks=tuple(ranks), text=text, advice=MORE_ADVICE)
-
-
-def _until_now(case: Case, state: RankState) -> dict[str, int]:
-    """Return how often a rank has been at its sites up to the call of the case: it may have gone on, and been aborted later."""
-    group, seq = case.wait.group, case.wait.seq
-    on = Counter(site_of(None, c) for c in state.calls if c.group == group and seq is not None and (c.seq or 0) > seq)
-    return {site: n - on[site] for site, n in state.sites.items()}

@@ -22,7 +22,6 @@ from distdiag.diagnosis.culprit import (
     loops,
     message_counts,
     outsiders,
-    paired,
     passes,
     pending_exception,
     rhythm,
@@ -61,19 +60,25 @@ class Witness(NamedTuple):
 _tie = attrgetter("tie")
 
 
+def _majority(case: Case) -> bool:
+    """True if one side is larger than every other."""
+    first, second, *_ = case.sides
+    return len(first) > len(second)
+
+
 def _different_calls(case: Case) -> bool:
     """True for a tie between calls that differ in more than their arguments."""
     return case.tie and case.wait.conflict in ("op", "shape")
 
 
+def _caught(case: Case) -> Testimony | None:
+    """Accuse ranks that went on after an error, although they are the majority: what they do now no other does."""
+    return pending_exception.went_on(case) or conditions.by_handler(case)
+
+
 def _minority(case: Case) -> Testimony | None:
-    """Accuse all ranks outside the largest side; the sides are in every message. If an error that the largest of two sides has caught led
-    it past the other's call, accuse that."""
-    first, second, *_ = case.sides
-    odd = sorted(r for side in case.sides[1:] for r in side)
-    if len(first) <= len(second):
-        return None
-    return Testimony(ranks=tuple(first if len(case.sides) == 2 and conditions.by_handler(case, odd) else odd))
+    """Accuse all ranks outside the largest side; the sides are in every message."""
+    return Testimony(ranks=tuple(sorted(r for side in case.sides[1:] for r in side)))
 
 
 def _alone(case: Case) -> Testimony | None:
@@ -99,8 +104,8 @@ _CONFLICT = (
     Witness(Reason.JOIN, joined.accuse),
     Witness(Reason.EXHAUSTED, loops.exhausted),
     Witness(Reason.HANDLER, handlers.accuse),
-    Witness(Reason.CAUGHT, pending_exception.went_on, applies=lambda case: len(case.sides[0]) > len(case.sides[1])),
-    Witness(Reason.MAJORITY, _minority),
+    Witness(Reason.CAUGHT, _caught, applies=_majority),
+    Witness(Reason.MAJORITY, _minority, applies=_majority),
     Witness(Reason.EXCEPTION, pending_exception.accuse, pending_exception.explain, _tie),
     Witness(Reason.SWALLOWED, explain=pending_exception.swallowed),
     Witness(Reason.LOOP, explain=loops.uneven),
@@ -108,7 +113,6 @@ _CONFLICT = (
     Witness(Reason.EXTRA, passes.extra, applies=_different_calls),
     Witness(Reason.SKIPPED, passes.skipped, applies=_different_calls),
     Witness(Reason.UNUSED, passes.unused, applies=_different_calls),
-    Witness(Reason.PAIRED, paired.accuse, applies=_tie),
     Witness(Reason.DIVERGENCE, divergence.accuse, applies=_tie),
     Witness(Reason.CONDITION, conditions.on_rank, applies=_tie),
     Witness(Reason.SITE, sites.new),
@@ -117,7 +121,6 @@ _CONFLICT = (
     Witness(Reason.AHEAD, stacks.ahead),
     Witness(Reason.ORDER, explain=arguments.reordered),
     Witness(Reason.PARTING, explain=conditions.between_sides),
-    Witness(Reason.COUNT, explain=sites.more_calls),
 )
 ORDER: dict[Root, tuple[Witness, ...]] = {
     Root.CONFLICT: _CONFLICT,
@@ -137,16 +140,12 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
         Witness(Reason.EXTRA, passes.extra),
         Witness(Reason.SKIPPED, passes.skipped),
         Witness(Reason.MESSAGES, message_counts.accuse, message_counts.explain),
-        Witness(Reason.EXCHANGE, stacks.exchanged),
         Witness(Reason.ARGUMENT, arguments.new_peer),
         Witness(Reason.PATTERN, call_order.pattern),
-        Witness(Reason.SITE, sites.new_in_cycle),
-        Witness(Reason.COUNT, sites.visits_differ),
+        Witness(Reason.DIVERGENCE, divergence.accuse),
         Witness(Reason.AHEAD, stacks.in_cycle),
         Witness(Reason.ALONE, _alone),
-        Witness(Reason.DIVERGENCE, divergence.accuse),
         Witness(Reason.ORDER, explain=call_order.message_later),
-        Witness(Reason.LOOP, explain=loops.longer),
         Witness(Reason.PARTING, explain=conditions.past_the_call),
         Witness(Reason.ORDER, explain=call_order.called_before),
     ),
@@ -155,7 +154,7 @@ ORDER: dict[Root, tuple[Witness, ...]] = {
 WEAK = (Reason.NONE, Reason.ALONE, Reason.DIVERGENCE)
 # The culprits are at another point of the program, not in the same call with another operation.
 OTHER_PLACE = (
-    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.CAUGHT, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.UNUSED, Reason.PAIRED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
+    Reason.EXHAUSTED, Reason.JOIN, Reason.HANDLER, Reason.CAUGHT, Reason.EXCEPTION, Reason.EXTRA, Reason.SKIPPED, Reason.UNUSED, Reason.DIVERGENCE, Reason.SITE, Reason.HISTORY,
     Reason.RHYTHM, Reason.CONDITION, Reason.AHEAD,
 )  # fmt: skip
 

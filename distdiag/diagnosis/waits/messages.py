@@ -54,11 +54,11 @@ def held_up(st: RankState, call: Call | None) -> bool:
     head = st.blocked
     if head is None or not head.on_device or call is None or call.entered_s is None or head.left_s is None:
         return False
-    same = _name(head) == _name(call)
+    same = name(head) == name(call)
     return not same and head.left_s <= call.entered_s
 
 
-def _name(c: Call) -> tuple[str | int | None, ...]:
+def name(c: Call) -> tuple[str | int | None, ...]:
     """Return the fields that two records of one operation of a rank share."""
     return c.group, c.seq, *((direction_of(c), c.peer, c.tag, c.nth) if c.p2p else ())
 

@@ -55,6 +55,15 @@ def call_at(state: RankState | None, group: str, seq: int) -> Call | None:
     return next(same, None)
 
 
+def calls_until(state: RankState, here: Call | None) -> list[Call]:
+    """Return the calls of a rank up to this one and with it, oldest first; all that are known of None."""
+    if here is None:
+        return [*state.calls]
+    names = [messages.name(call) for call in state.calls]
+    newest = next((i for i in reversed(range(len(names))) if names[i] == messages.name(here)), len(names))
+    return [*state.calls[:newest], here]
+
+
 def by_python(state: RankState, call: Call) -> bool:
     """True if a line of Python has made this call; DDP makes its own in C++."""
     return any((c.group, c.seq) == (call.group, call.seq) for c in state.calls)

@@ -71,17 +71,6 @@ def test_the_rank_of_a_cycle_at_a_new_site_is_the_culprit() -> None:
     assert summary(only(s)) == ("deadlock", "missing_rank", (0,), (1, 2, 3))
 
 
-def test_the_rank_of_a_cycle_that_skipped_a_call_is_the_culprit() -> None:
-    """Pairs (0,1) and (2,3): rank 1 continued without the pair's call that 0, 2 and 3 have made 5 times."""
-    s = snapshot(
-        rank(0, call(group="a", seq=5, site=EVAL), sites={key(EVAL): 5, key(TRAIN): 6}),
-        rank(1, call(), sites={key(EVAL): 4, key(TRAIN): 7}),
-        *(rank(r, call(), sites={key(EVAL): 5, key(TRAIN): 7}) for r in (2, 3)),
-        groups={"a": (0, 1), "b": (2, 3)},
-    )
-    assert summary(only(s)) == ("deadlock", "missing_rank", (1,), (0, 2, 3))
-
-
 def p2p(op: str, peer: int | None, nth: int = 1, site: Site = SEND, tag: int = 0) -> Call:
     return Call(op=op, group="default_pg", peer=peer, nth=nth, site=site, tag=tag, shape=(4,), dtype="float32")
 
@@ -411,44 +400,6 @@ def test_a_message_that_came_before_a_collective_in_every_round_is_to_come_first
     assert f.advice.startswith("let rank 1 make that send (decode.py:43) before the broadcast, as in each round before")
     for other in (found(3), found(6, lately=True)):
         assert "rounds" not in other.message
-
-
-def test_of_two_loops_that_make_one_collective_at_lines_of_their_own_the_longer_one_is_named() -> None:
-    text = (
-        "def send(model):\n    for p in model.parameters():\n        broadcast(p)\n"
-        "def receive(model):\n    for t in model.state_dict().values():\n        broadcast(t)\ndef main():\n    recv(x)\n    broadcast(y)\n"
-    )
-    sending, receiving, waits, alone = (
-        Site("/job/sync.py", n, f) for n, f in ((3, "send"), (6, "receive"), (8, "main"), (9, "main"))
-    )
-
-    def found(sent: int, at: Site = receiving, inside: bool = False, skipped: int = 0) -> Finding:
-        waiting, more = call("recv", None, waits, peer=1, nth=1), call("broadcast", sent + 1, at)
-        of_zero, of_one = (
-            tuple(call("broadcast", n, x, completed_s=1.0) for n in range(1, sent + 1)) for x in (sending, at)
-        )
-        stack = (waits, sending) if inside else (waits,)
-        return only(
-            snapshot(
-                rank(0, waiting, calls=(*of_zero, waiting), user_stack=stack, enqueued={"default_pg": sent}, completed={"default_pg": sent},
-                     p2p_issued={"recv:1:0:default_pg": 1}),
-                rank(1, more, calls=(*of_one[skipped:], more), user_stack=(at,)),
-            ),
-            source={"/job/sync.py": text}.get,
-        )  # fmt: skip
-
-    f = found(7)
-    assert (f.cause, f.culprits) == ("p2p_cycle", ())
-    assert (
-        "; rank 0 ended `for p in model.parameters()` at sync.py:2 in send after 7 of these calls at sync.py:3 in send, and rank 1"
-        in f.message
-    )
-    assert f.message.endswith(
-        "makes broadcast number 8 in `for t in model.state_dict().values()` at sync.py:5 in receive"
-    )
-    assert f.advice.startswith("let the loops at sync.py:2 in send and at sync.py:5 in receive go over one list")
-    for other in (found(1), found(7, alone), found(7, inside=True), found(7, skipped=1)):
-        assert "these calls" not in other.message and "one list" not in other.advice
 
 
 def test_a_rank_that_made_the_collective_of_a_cycle_before_is_told_at_which_line() -> None:
