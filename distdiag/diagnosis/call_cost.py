@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source, line_at
+from distdiag.diagnosis.replicas import limits as exchanged
 from distdiag.diagnosis.text.phrases import at, site_text
 from distdiag.diagnosis.training_data import LARGER
 from distdiag.terms.operations import op_name
@@ -36,6 +39,8 @@ class Limits:
     """Mean bytes of a call below which its latency matters more than its bytes."""
     several: float = 2.5
     """Calls of a line per step from which on they are worth being put together."""
+    many: int = 32
+    """The same if each carries a number or two, whatever share of the time they take."""
     grows: float = 0.98
     """Least correlation of the bytes of calls with their number, if they grow steadily."""
 
@@ -75,8 +80,20 @@ class Line:
         return f"{self.op}{size} at {site_text(self.site)}{often}{again}{others}, takes {percent(self.share)}"
 
     @property
+    def many(self) -> bool:
+        """True if these are so many calls per step, of a number or two each, that their count alone tells what to do."""
+        other = self.op in ("send", "recv", "barrier") or _OBJECTS in self.source or self.asynchronous
+        return self.per_step >= limits.many and self.mean_bytes <= exchanged.metrics_bytes and not other
+
+    @property
     def advice(self) -> str:
         return next(advice for holds, advice in _ADVICE if holds(self))
+
+
+def often(s: Snapshot) -> bool:
+    """True if a step has so many calls that a line with `many` of them may be among theirs."""
+    r = next(iter(s.ranks.values()), None)
+    return r is not None and sum(r.sites.values()) >= limits.many * r.step > 0
 
 
 def pickles(site: Site, source: Source) -> bool:
@@ -90,17 +107,19 @@ def dearest(s: Snapshot, source: Source, again: Site | None) -> Line | None:
     Args:
         again: Where the script reduces what DDP has averaged.
     """
-    of_ranks = {q: _lines(r.calls, source) for q, r in s.ranks.items()}
+    of_ranks = {q: _lines(r, source) for q, r in s.ranks.items()}
     common = set.intersection(*(set(x) for x in of_ranks.values())) if of_ranks else set()
     if not common:
         return None
-    key = max(common, key=lambda k: min(lines[k][0] for lines in of_ranks.values()))
+    # of a helper itself, if no line that calls it has most of its cost
+    key = max(common, key=lambda k: min(lines[k][0] for lines in of_ranks.values()) / (2 if k.helper else 1))
     rank = min(of_ranks, key=lambda q: of_ranks[q][key][0])
     share, by_call = of_ranks[rank][key]
     which, calls = max(by_call.items(), key=lambda x: _waited_s(x[1]))
     means = {_mean_bytes(lines[key][1].get(which, calls)) for lines in of_ranks.values()}
     newest, site = calls[-1], calls[-1].site
     assert site is not None
+    site = msgspec.structs.replace(site, caller=None) if key.helper else site
     at_site = sum(len(of) for (_, where), of in by_call.items() if where == site.key)  # of every operation
     return Line(
         op=op_name(newest.op), site=site, share=share, source=line_at(site, source), others=len(by_call) - 1, grew=_growth(calls),
@@ -120,8 +139,13 @@ def _whole_steps(r: RankState, site: Site) -> float:
     The calls since its last step are left out: all of them, if the page keeps so many.
     """
     since_s = r.steps[-1].end_s if r.steps else math.inf
-    begun = sum(c.site is not None and c.site.key == site.key and (c.entered_s or 0.0) > since_s for c in r.calls)
-    return (r.sites.get(site.key, 0) - begun) / r.step if r.step else 0.0
+    begun = sum(c.site is not None and _is_of(c.site.key, site) and (c.entered_s or 0.0) > since_s for c in r.calls)
+    return (sum(n for key, n in r.sites.items() if _is_of(key, site)) - begun) / r.step if r.step else 0.0
+
+
+def _is_of(key: str, site: Site) -> bool:
+    """True if a key is of this site; of a helper without a caller, if it is that of any of its callers."""
+    return key == site.key or key.startswith(f"{site.key} < ")
 
 
 def _growth(calls: list[Call]) -> tuple[int, int] | None:
@@ -139,29 +163,50 @@ def _waited_s(calls: Iterable[Call]) -> float:
     return sum(c.waited_s if c.asynchronous or c.p2p else (c.completed_s or 0.0) - (c.entered_s or 0.0) for c in calls)
 
 
-def _counted_as(site: Site, source: Source) -> str:
-    """Return what the cost of a call is added to: the line that calls its helper, or, for calls that are alike, their function."""
+class _Counted(NamedTuple):
+    """What the cost of calls is added to."""
+
+    key: str
+    helper: bool = False  # a line that calls from several lines lead to
+
+
+def _counted_as(site: Site, small: bool, source: Source) -> dict[_Counted, str]:
+    """Return what the cost of a call is added to, each with the site that it counts for there.
+
+    The line that calls its helper, or, for calls that are alike, their function. A small call also counts for the helper's own line.
+    """
     line = line_at(site, source)
     alike = next((word for word in (_FULL_TENSOR, _OBJECTS) if word in line), None)
-    return f"{site.file} {site.function} {alike}" if alike is not None else (site.caller or site).key
+    if alike is not None:
+        return {_Counted(f"{site.file} {site.function} {alike}"): site.key}
+    out = {_Counted((site.caller or site).key): site.key}
+    if site.caller is not None and small:
+        own = f"{site.file}:{site.line}"
+        out[_Counted(own, helper=True)] = own
+    return out
 
 
-def _lines(calls: tuple[Call, ...], source: Source) -> dict[str, tuple[float, dict[tuple[str, str], list[Call]]]]:
+def _lines(r: RankState, source: Source) -> dict[_Counted, tuple[float, dict[tuple[str, str], list[Call]]]]:
     """Return of each line that a rank has called often enough: the share of the time that it waits there, and its calls by (operation, site).
 
     A helper's calls count together, for the line that calls the helper; in one function, so do those of `full_tensor` and of objects.
     """
-    done = [c for c in calls if c.entered_s is not None and c.completed_s is not None and not c.on_device]
+    done = [c for c in r.calls if c.entered_s is not None and c.completed_s is not None and not c.on_device]
     if len(done) < LEAST:
         return {}
     span_s = max(c.completed_s or 0.0 for c in done) - min(c.entered_s or 0.0 for c in done)
-    of: dict[str, dict[tuple[str, str], list[Call]]] = {}
-    keys: dict[str, str] = {}
+    each_step = sum(r.sites.values()) / max(r.step, 1)
+    if r.steps and len(done) < each_step:  # the page keeps those of a part of a step only, which may have no other work
+        span_s = max(span_s, statistics.fmean(x.step_ms for x in r.steps) / 1e3 * len(done) / each_step)
+    of: dict[_Counted, dict[tuple[str, str], list[Call]]] = {}
+    keys: dict[tuple[str, bool], dict[_Counted, str]] = {}
     for c in done:
         if c.site is not None:
-            if (key := keys.get(c.site.key)) is None:
-                key = keys[c.site.key] = _counted_as(c.site, source)
-            of.setdefault(key, {}).setdefault((c.op, c.site.key), []).append(c)
+            small = (c.bytes or 0) < limits.small_bytes
+            if (counted := keys.get((c.site.key, small))) is None:
+                counted = keys[c.site.key, small] = _counted_as(c.site, small, source)
+            for key, where in counted.items():
+                of.setdefault(key, {}).setdefault((c.op, where), []).append(c)
     often = {k: {call: x for call, x in mine.items() if len(x) >= LEAST} for k, mine in of.items() if span_s > 0}
     return {k: (sum(map(_waited_s, mine.values())) / span_s, mine) for k, mine in often.items() if mine}
 

@@ -136,6 +136,12 @@ def averaging_site(r: RankState, by_hand: bool) -> Site | None:
     return site or (stack[0] if stack else None)
 
 
+def step_site(r: RankState) -> Site | None:
+    """Return where the optimizer steps: its phase may be too short to be sampled, but some of its steps record the line."""
+    stack = r.phase_stacks.get("optimizer")
+    return stack[0] if stack else next((x.site for x in reversed(r.samples) if x.kind == "learning_rate"), None)
+
+
 def each_text(rates: dict[int, float]) -> str:
     by_rate = sorted(by_value(dict(sorted(rates.items()))).items(), key=lambda x: -len(x[1]))
     shown = [f"{rate:.6g} on {rank_list(ranks)}" for rate, ranks in by_rate[:4]]

@@ -88,8 +88,11 @@ if rank == 1:
     data[BAD] = float("nan")
 model = DistributedDataParallel(Centred())
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
-for i, x in enumerate(DataLoader(data, 4)):
-    loss = model(x).pow(2).mean()
+for i, x in enumerate(DataLoader(data, 4) if LOADER else data.split(4)):
+    if DIVIDED and (rank, i) == (1, 20):
+        x = (x - x) / 0.0  # as by the deviation of a sensor that gives one value
+    wide = torch.cat([x, x], 1)
+    loss = (model(x) if LOADER else model(wide[:, :8])).pow(2).mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -98,16 +101,18 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
-    ("bad", "scale", "culprits"),
+    ("given", "culprits"),
     [
-        ("82", "[1.0, 1.0]", [1]),  # one sample of batch 20: its NaN reaches all ranks before any loss is read
-        ("slice(0)", "[float('nan')] * 2", []),  # not in the data
+        ("82, [1.0, 1.0], 0, 1", [1]),  # one sample of batch 20: its NaN reaches all ranks before any loss is read
+        ("slice(0), [float('nan')] * 2, 0, 1", []),  # not in the data
+        ("slice(0), [1.0, 1.0], 1, 1", [1]),
+        ("slice(0), [1.0, 1.0], 1, 0", [1]),
     ],
-    ids=["in a batch", "made in forward"],
+    ids=["in a batch", "made in forward", "made of a batch", "in a view, without a loader"],
 )
-def test_the_rank_with_nan_in_its_batch_is_named(bad: str, scale: str, culprits: list[int], tmp_path: Path) -> None:
+def test_the_rank_with_nan_in_its_batch_is_named(given: str, culprits: list[int], tmp_path: Path) -> None:
     script, run = tmp_path / "script.py", tmp_path / "R"
-    script.write_text(f"BAD, SCALE = {bad}, {scale}\n{SHARED_IN_FORWARD}")
+    script.write_text(f"BAD, SCALE, DIVIDED, LOADER = {given}\n{SHARED_IN_FORWARD}")
     with launch(
         ["-m", "distdiag.run", "--run-dir", "R", str(script)], cwd=tmp_path, timeout=60, fork_ranks=True
     ) as job:

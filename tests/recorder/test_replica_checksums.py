@@ -7,7 +7,7 @@ import subprocess
 import sys
 import weakref
 from threading import get_ident
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,9 +38,13 @@ class Written:
         self.at: dict[tuple[SampleKind, int], float] = {}
         self.names: dict[SampleKind, str] = {}
         self.layers: list[tuple[str, int, int]] = []
+        self.sites: dict[SampleKind, int] = {}
 
-    def write(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "") -> None:
-        self.of[kind] = value, key
+    def user_site(self, frame: FrameType) -> int:
+        return 7 if frame.f_code.co_name == "after_optimizer" else 0
+
+    def write(self, kind: SampleKind, step: int, value: float, key: int = 0, name: str = "", site: int = 0) -> None:
+        self.of[kind], self.sites[kind] = (value, key), site
         self.at[kind, step], self.names[kind] = value, name
         self.layers += [(name, step, key)] * (kind is SampleKind.LAYERS)
 
@@ -285,8 +289,10 @@ def in_a_job(net: nn.Module, lead: Any, *others: Any, call: Any = lambda: None, 
 
 def test_the_parameters_are_sampled_before_the_first_step() -> None:
     net = nn.Linear(8, 8)
-    at = in_a_job(net, torch.optim.SGD(net.parameters(), lr=0.1)).at
+    written = in_a_job(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    at = written.at
     assert at[SampleKind.PARAMETERS, 0] == at[SampleKind.PARAMETERS, 2] != 0
+    assert written.sites[SampleKind.LEARNING_RATE] == 7, "where the optimizer steps"
 
 
 def test_a_parameter_outside_ddp_with_an_optimizer_of_its_own_is_sampled() -> None:

@@ -1,5 +1,6 @@
 """comm_bound: every rank loses this share of its time to communication that does not overlap with
-computation; it is an info. That `no_sync()` has no effect is counted, and is a warning.
+computation; it is an info. That `no_sync()` has no effect is counted, and is a warning; so are many
+tiny calls of one line, if the time that they take is certain.
 
 If one rank is late, the others wait for it: that is a straggler instead. On a device backend no
 host waits in a collective, so DDP's own timings are used.
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from distdiag.diagnosis import call_cost, comparison, kinds
@@ -38,6 +39,8 @@ PARTS = 4  # buckets that one bucket of all gradients is split into
 class Limits:
     share: float = 0.3
     """Share of its time that even the least affected rank loses."""
+    tiny_share: float = 0.15
+    """The same to many calls of a line that carry a number or two: at any load, one call would do."""
     least_span_ms: float = 1000.0
     """Milliseconds that the collectives of a loop without optimizer steps must span."""
     small_bucket_bytes: int = 1 << 20
@@ -90,6 +93,7 @@ class Part(NamedTuple):
     share: float
     text: str
     advice: str
+    many: bool = False  # tiny calls
 
 
 def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
@@ -113,15 +117,21 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         if together < limits.share <= share:
             why = Abstained(WAIT_IN_TURN.format(percent(share), percent(together)), checked=True)
         in_turn, share = share - together, together
+    often = call_cost.often(s) and not facts.shadows
+    line = call_cost.dearest(s, facts.source, _reduced_again(s)) if often or share >= limits.share else None
+    if line is not None and line.many and isinstance(window, Window) and not window.inferred:
+        # those that the page keeps are of a step or two
+        line = replace(line, share=min(line.share, share_of_all(window, lambda x: x.wait_ms, 0.0)))
+    least = max(limits.tiny_share, ddp.share if ddp is not None else 0.0)
+    tiny = line is not None and line.many and line.share >= least
     if any(f.kind in _STUCK for f in facts.found):
         yield Abstained("the ranks have stopped for another reason")
     elif (vain := _in_vain(s, gradients(s))) is not None:
         yield vain
-    elif share >= limits.share:
+    elif share >= limits.share or tiny:
         late = ", with no rank late" if isinstance(window, Abstained) else _late(window, in_turn)
         ranks = sorted(s.ranks) if isinstance(window, Abstained) else window.ranks
-        line = call_cost.dearest(s, facts.source, _reduced_again(s))
-        parts = [Part(line.share, line.text, line.advice)] if line is not None else []
+        parts = [Part(line.share, line.text, line.advice, line.many)] if line is not None else []
         yield _finding(s, ranks, share, of, ddp, late, [*_buffers(s, window), *parts])
     elif (site := _reduced_again(s)) is not None:
         yield REDUCED_AGAIN(
@@ -260,11 +270,13 @@ def _finding(
     gradients_ = ddp.share if ddp is not None else 0.0
     share = max(share, gradients_)  # both are lower limits
     part = max(parts, key=lambda x: x.share, default=None)
-    known = False  # something is large, or frequent
+    busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
+    known, certain = False, False  # something is large, or frequent; what that takes is known
     text, do = "", f"{PROBE}; communicate less often, or in larger messages"
     if part is not None and part.share >= max(share / 2, gradients_):
         share = max(share, part.share)
         known, text, do = True, f"; {part.text}", f"{part.advice}; {PROBE}"
+        certain = part.many and not busy and part.share >= limits.share
     elif ddp is not None and ddp.share >= share / 2:  # the gradients are most of it
         b = ddp.buckets
         known = b.bytes >= limits.small_bucket_bytes or _passes(s) > 1
@@ -273,14 +285,16 @@ def _finding(
             text += f" ({percent(b.largest_bytes / b.bytes)} of the bytes are {b.largest})"
         on_nccl = all(any(word in g.backend for word in BF16_BACKENDS) for g in s.groups.values())
         do = "; ".join(_advice(ddp, b, on_nccl, _passes(s)))
-    busy = (s.host_cpu_pct or 0.0) > STEPS.busy_host_pct
     if busy and not known and not stages(s):  # a rank that waits for a CPU makes all others wait in their collectives
         return Abstained("the host's cores are all in use: what is lost to communication is not known", undecided=True)
     cores = "; the host's cores are all in use: part of that is waiting for a CPU" if busy else ""
     if ddp is None and stages(s):
         bubble, do = (BUBBLE, DO_PIPELINE + _few(s)) if _pipeline(s) else ("", DO_EXCHANGE)
         return STAGES(victims=ranks, share=share, of=of, cores=cores, late=late, bubble=bubble, do=do)
-    return COMM_BOUND(victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do, late=late)
+    return COMM_BOUND(
+        victims=ranks, share=share, of=of, gradients=text, cores=cores, do=do, late=late,
+        severity=Severity.WARNING if certain else None,
+    )  # fmt: skip
 
 
 def _passes(s: Snapshot) -> int:

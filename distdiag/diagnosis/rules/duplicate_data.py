@@ -97,7 +97,7 @@ SAME_WORK = Template(kind, "same_batches_on_ranks",
     "call init_process_group, wrap the model in DistributedDataParallel and give the DataLoader a "
     "DistributedSampler; or start one rank", proved=True)  # fmt: skip
 SAME_ORDER = Template(kind, "same_order_every_epoch",
-    "a pass over the data has the order of the pass before on all ranks{site}: DistributedSampler shuffles by its epoch number, which is {epoch} "
+    "two epochs in a row have the same order on all ranks{site}: DistributedSampler shuffles by its epoch number, which is {epoch} "
     "in both", "training sees the same batches in the same order again",
     "call sampler.set_epoch() with another number before each pass over the loader", proved=True)  # fmt: skip
 KEPT_EPOCH = Template(kind, "same_order_every_epoch",

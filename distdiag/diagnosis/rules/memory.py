@@ -180,21 +180,27 @@ def _growing(
     return out
 
 
-def _alone(s: Snapshot, growing: Mapping[int, float], since_s: float, of: str) -> bool:
+def _others(s: Snapshot, growing: Mapping[int, float], since_s: float, of: str) -> dict[int, float | None]:
+    """Return the bytes per second by which each other rank has grown, steadily or not; None if that is not known."""
+    recent = {q: _recent(r, of, limits.window_s, since_s) for q, r in s.ranks.items() if q not in growing}
+    return {
+        q: (p[-1][1] - p[0][1]) / (p[-1][0] - p[0][0]) if len(p) > 1 and p[-1][0] > p[0][0] else None
+        for q, p in recent.items()
+    }
+
+
+def _alone(s: Snapshot, growing: Mapping[int, float], others: Mapping[int, float | None]) -> bool:
     """True if at least as many other ranks train, too, and do not grow."""
-    others = [r for q, r in s.ranks.items() if q not in growing]
     if not growing or len(others) < len(growing) or len(s.ranks) < s.world_size or model_parallel(s):
         return False
-    rate = limits.flat * min(growing.values())
-    recent = [_recent(r, of, limits.window_s, since_s) for r in others]
-    return all(len(p) > 1 and p[-1][1] - p[0][1] < rate * (p[-1][0] - p[0][0]) for p in recent)
+    return all(x is not None and x < limits.flat * min(growing.values()) for x in others.values())
 
 
 def _on_host(facts: Facts, of: str) -> Finding | None:
     """Return the finding of host memory that grows steadily: `memory` of the ranks, or `worker_memory`."""
     s, since_s = facts.snapshot, facts.pauses.long_until_s
     found = _growing(s, of, s.ranks, limits.growth, limits.alone_bytes, since_s)
-    alone = _alone(s, found, since_s, of)
+    alone = _alone(s, found, _others(s, found, since_s, of))
     least = limits.alone_bytes if alone else limits.growth_bytes
     found = found if alone else _growing(s, of, found, limits.growth, least, since_s)
     if not found:
@@ -202,7 +208,11 @@ def _on_host(facts: Facts, of: str) -> Finding | None:
     left_s = s.host_available_bytes / sum(found.values()) if s.host_available_bytes else None
     patience_s = min(limits.patience * (left_s or 0.0), limits.alone_s if alone else limits.patience_s)
     found = _growing(s, of, found, limits.growth, least, since_s, patience_s)
-    return _grows(facts, of, found, left_s) if found else None
+    if not found:
+        return None
+    # those that grow as fast but less steadily have the same fault
+    others, fast = _others(s, found, since_s, of), min(found.values()) / limits.halves
+    return _grows(facts, of, found | {q: x for q, x in others.items() if x is not None and x >= fast}, left_s)
 
 
 def _on_device(facts: Facts) -> Finding | None:

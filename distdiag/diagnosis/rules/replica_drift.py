@@ -28,6 +28,7 @@ from distdiag.diagnosis.replicas import (
     separate_sets,
     sets_text,
     spread,
+    step_site,
     values_of,
 )
 from distdiag.diagnosis.text.conditions import guard_text
@@ -420,7 +421,11 @@ def _place(r: RankState, place: str, by_hand: bool) -> Site | None:
         return averaging_site(r, by_hand)
     if place == "wrap":
         return next((m.site for m in r.models), None)
-    return next((stack[0] for phase in place.split() if (stack := r.phase_stacks.get(phase))), None)
+    found = (
+        step_site(r) if phase == "optimizer" else next(iter(r.phase_stacks.get(phase, ())), None)
+        for phase in place.split()
+    )
+    return next(filter(None, found), None)
 
 
 def _skips(facts: Facts) -> str:
@@ -460,7 +465,9 @@ def _way(s: Snapshot, cause: str, averaged: bool, began_equal: bool, local: bool
     if local and averaged and accumulates:
         return "added"
     if local and way in ("unequal", "update", "first_update"):
-        return "local" if way == "unequal" else "changed"
+        no_hook = models and all(m.buckets is not None and m.buckets.comm_hook is None for m in models)
+        each_step = no_hook and averaged_by_ddp(s) == "each_step"
+        return "local" if way == "unequal" else "changed in DDP" if each_step else "changed"
     if way == "update" and written:
         return "written"
     return "different_init in DDP" if way == "different_init" and models else way

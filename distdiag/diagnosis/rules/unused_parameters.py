@@ -10,7 +10,7 @@ gradient at any sampled step are counted.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -20,10 +20,11 @@ from distdiag.diagnosis.culprit.paths import Way, only_under
 from distdiag.diagnosis.endings import UNUSED
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.gradient_cost import gradients
-from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, rank_list
+from distdiag.diagnosis.model.findings import Abstained, Finding, Severity, Where, rank_list
 from distdiag.diagnosis.model.snapshot import Model, RankState, Sample, Site, Snapshot
 from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.replicas import limits as exchanged
+from distdiag.diagnosis.replicas import step_site
 from distdiag.diagnosis.text.conditions import conditions_text
 from distdiag.diagnosis.text.drift import WAYS
 from distdiag.diagnosis.text.phrases import where, wheres
@@ -164,8 +165,13 @@ def _unchanged(s: Snapshot) -> Finding | None:
     if not of:
         return None
     why, step, text = of[min(of)]
-    sites = {q: stack[0] for q in sorted(of) if (stack := s.ranks[q].phase_stacks.get("optimizer"))}
-    return UNCHANGED(victims=sorted(of), where=wheres(s, sites, None, sites), step=step, why=text, do=_DO[why])
+    return UNCHANGED(victims=sorted(of), where=_steps_at(s, of), step=step, why=text, do=_DO[why])
+
+
+def _steps_at(s: Snapshot, ranks: Iterable[int]) -> tuple[Where, ...]:
+    """Return the lines at which the optimizers of these ranks step, as far as they are known."""
+    sites = {q: site for q in sorted(ranks) if (site := step_site(s.ranks[q])) is not None}
+    return wheres(s, sites, None, sites)
 
 
 def _never(s: Snapshot) -> Finding | None:
@@ -232,13 +238,12 @@ def _not_stepped(s: Snapshot) -> Finding | None:
     newest = of[min(of)]
     names, n = tuple(newest.name.split(", ")), int(newest.value)
     common: dict[str, Any] = {
-        "victims": sorted(of), "where": (), "step": newest.step, "n": n, "name": _shown(names, n), "names": names
+        "victims": sorted(of), "where": _steps_at(s, of), "step": newest.step, "n": n, "name": _shown(names, n),
+        "names": names,
     }  # fmt: skip
     if newest.key >> 32:
         return LOOSE(**common)
     if not any(r.models for r in s.ranks.values()):
-        sites = {q: stack[0] for q in sorted(of) if (stack := s.ranks[q].phase_stacks.get("optimizer"))}
-        common["where"] = wheres(s, sites, None, sites)
         return REPLACED(**common, stale=newest.key)
     return NOT_STEPPED(
         **common, stale=f"; the optimizer has {newest.key:,} that the module does not have" if newest.key else "",

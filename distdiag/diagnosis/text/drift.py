@@ -282,4 +282,11 @@ WAYS = {
     ),
 }
 WAYS["changed"] = replace(WAYS["local"], cause="update")  # after the replicas agreed
+WAYS["changed in DDP"] = Words(
+    "DDP averages gradients in every step, but those with which the optimizer steps differ between the ranks: a rank changes its own between "
+    "backward and the optimizer step",
+    "look for what scales, clips or adds to `p.grad` there by a rank's own numbers: a GradScaler (load its state on all ranks: DDP makes only the "
+    "model equal), a clip or noise on one rank alone, a second backward that does not go through the DDP-wrapped model",
+    cause="update", place="optimizer backward",
+)
 # fmt: on

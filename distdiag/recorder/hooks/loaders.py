@@ -11,7 +11,8 @@ from __future__ import annotations
 import ctypes
 import dis
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -279,7 +280,10 @@ class Loaders:
                 if x is None:
                     return 0
                 shape = x.shape
-        self.ledger.newest = ref(x)
+        base = x._base if type(x) is torch.Tensor else None  # a view itself is mostly gone before the loss is known
+        self.ledger.newest = (
+            ref(x) if base is None else partial(_again, ref(base), x.size(), x.stride(), x.storage_offset())
+        )
         self.ledger.elements += (elements := shape.numel())
         if known is not None:
             words[batches_at + 1] += 1
@@ -459,6 +463,12 @@ def first_tensor(batch: Any, wanted: Any, depth: int = 0) -> torch.Tensor | None
         if t is not None:
             return t
     return None
+
+
+def _again(base: Callable[[], Any], *view: Any) -> torch.Tensor | None:
+    """Return a view of a tensor once more, while that exists."""
+    t = base()
+    return None if t is None else t.detach().as_strided(*view)
 
 
 def fingerprint(batch: Any) -> int:

@@ -73,20 +73,21 @@ class NonFinite:
             self._report_suspects()
 
     def _check_input(self, site: int) -> None:
-        """Record a batch that contains NaN itself: the NaN began there, whatever else the loss depends on."""
+        """Record a batch that contains NaN itself, or what the script made of it: the NaN began there, whatever else the loss depends on."""
         if capturing():
             return
-        t, step = self.ledger.newest and self.ledger.newest(), self.header.step + 1
+        step, ledger = self.header.step + 1, self.ledger
+        # of several models one may have had the output of another
+        tensors = [get() for get in (ledger.newest, ledger.entered if len(ledger.models) == 1 else None) if get]
         # plain tensors only: reading a tensor that is sharded over ranks is a collective
-        if t is None or type(t) not in PLAIN or not t.is_floating_point() or t.layout is not torch.strided:
-            return
-        found = torch.isnan(t.detach()).any()
-        if not t.is_cpu:
-            self.samples.when_copied(
-                found.float().reshape(1), lambda v: v[0] and self.samples.write(SampleKind.NAN_INPUT, step, 1.0)
-            )
-        elif found:
+        plain = [t for t in tensors if t is not None and type(t) in PLAIN and t.layout is torch.strided]
+        found = [torch.isnan(t.detach()).any() for t in plain if t.is_floating_point() and t.grad_fn is None]
+        if any(map(bool, (x for x in found if x.is_cpu))):
             self.samples.write(SampleKind.NAN_INPUT, step, float("nan"), site=site)
+        for x in [x for x in found if not x.is_cpu][:1]:
+            self.samples.when_copied(
+                x.float().reshape(1), lambda v: v[0] and self.samples.write(SampleKind.NAN_INPUT, step, 1.0)
+            )
 
     def _suspect(self, kind: SampleKind, value: float, p: Any, site: int) -> None:
         self.ledger.always = True

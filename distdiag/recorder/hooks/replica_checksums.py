@@ -208,7 +208,8 @@ class ReplicaChecksums:
             written = sum(p._version for p in params[:: max(1, len(params) // CHECKSUM_TENSORS)])
             alike = zlib.crc32(repr([len(g["params"]) for g in groups]).encode()) >> 1 << 33
             key = written & 0xFFFFFFFF | sharded << 32 | alike
-            self.samples.write(SampleKind.LEARNING_RATE, step, next(filter(None, rates), 0.0), key)
+            site = self.samples.user_site(sys._getframe(1))
+            self.samples.write(SampleKind.LEARNING_RATE, step, next(filter(None, rates), 0.0), key, site=site)
 
     def _watch_second_step(self, optimizer: Any, step: int) -> None:
         """Find the modules that the second step calls: those outside DDP, or without DDP all."""

@@ -92,7 +92,7 @@ class Samples:
     """Writes samples into the page. Values on a device are written once their copy is on the host."""
 
     def __init__(self, recorder: state.Recorder, ledger: Ledger) -> None:
-        self.page, self.write = recorder.page, recorder.page.write_sample
+        self.page, self.write, self.user_site = recorder.page, recorder.page.write_sample, recorder.user_site
         self._later = ledger.later  # (event, copy on the host, callback that gets the copy)
 
     def when_copied(self, t: torch.Tensor, then: Any) -> None:

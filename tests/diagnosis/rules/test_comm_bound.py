@@ -409,6 +409,37 @@ def test_growing_calls_are_named_with_the_other_calls_of_their_line() -> None:
     assert "ever more" not in f.message and "all_gather of 1.0 MiB" in f.message and "running sums" not in str(f.advice)
 
 
+@pytest.mark.parametrize(
+    ("each", "wait_ms", "n_bytes", "cpu_pct", "severity"),
+    [
+        (42, 45.0, 4, 99.0, "info"), (42, 45.0, 4, 40.0, "warning"),
+        (42, 25.0, 4, 99.0, "info"),  # less than other communication must take
+        (42, 10.0, 4, 40.0, None), (2, 25.0, 4, 40.0, None), (42, 25.0, 1 << 20, 40.0, None),
+    ],
+)  # fmt: skip
+def test_many_tiny_calls_of_a_helpers_line_are_counted_whatever_the_load(
+    each: int, wait_ms: float, n_bytes: int, cpu_pct: float, severity: str | None
+) -> None:
+    """Statistics of each parameter, reduced one by one after the optimizer; the page keeps less than a step's calls."""
+    helper = [Site("/job/log.py", 10, "reduce", caller=Site("/job/log.py", line, "collect")) for line in range(24, 28)]
+    gap_s = wait_ms / 1e3 / (4 * each)
+    calls = tuple(
+        Call(op="all_reduce", group="default_pg", seq=k, bytes=n_bytes, site=helper[k % 4],
+             entered_s=6.05 + 1.1 * gap_s * k, completed_s=6.05 + 1.1 * gap_s * k + gap_s)
+        for k in range(min(128, 4 * each))
+    )  # fmt: skip
+    sites = {x.key: 60 * each for x in helper}
+    ranks = [
+        rank(q, step=60, steps=steps(wait_ms=wait_ms, seed=q), calls=calls, sites=sites, models=()) for q in range(2)
+    ]
+    f = next(iter(findings(job(*ranks, host_cpu_pct=cpu_pct), comm_bound)), None)
+    assert (f and f.severity) == severity
+    if f is not None:
+        share = round(100 * wait_ms / (68 + wait_ms))
+        assert f"all_reduce of 4 B at log.py:10 in reduce, about 170 times a step, takes {share} %" in f.message
+        assert str(f.advice).startswith("put the tensors of a step into one")
+
+
 def test_messages_that_are_under_way_side_by_side_do_not_wait_longer_than_a_step() -> None:
     """Of those that a rank starts together it waits for the first, and the others are there then."""
     calls = tuple(

@@ -35,6 +35,16 @@ def test_growth_needs_steady_growth_after_the_first_steps() -> None:
     assert [f for f in findings_of(grows(1e6)) if f.cause == "growth"] == []
 
 
+@pytest.mark.parametrize(("per_s", "culprits"), [(8e6, (0, 1)), (3e6, (0,))])
+def test_a_rank_that_grows_as_fast_but_less_steadily_has_the_same_fault(
+    per_s: float, culprits: tuple[int, ...]
+) -> None:
+    points = tuple((float(t), int(4e8 + 10e6 * t)) for t in range(60))
+    jumps = tuple((t, int(4e8 + per_s * t - 12e6 * (t % 7 == 3))) for t, _ in points)
+    s = job(rank(0, memory=points, warm_since_s=5.0), rank(1, memory=jumps, warm_since_s=5.0))
+    assert only([f for f in findings_of(s) if f.cause == "growth"]).culprits == culprits
+
+
 def test_what_grows_within_one_long_step_is_not_kept_across_steps() -> None:
     points = tuple((float(t), int(4e8 + 10e6 * t)) for t in range(60))
     s = job(*(rank(q, memory=points, warm_since_s=5.0, steps=steps(seed=q)) for q in range(2)), t_s=60.0)

@@ -14,6 +14,7 @@ from distdiag.diagnosis.engine import Diagnosis
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding
 from distdiag.diagnosis.model.snapshot import (
+    Buckets,
     Call,
     Group,
     Model,
@@ -178,6 +179,29 @@ def test_averaged_gradients_that_the_optimizer_does_not_step_with_are_the_reason
     f = only(of_kind(found_in(job(*(rank(q, models=models, samples=samples(q)) for q in range(2)))), "replica_drift"))
     assert f.cause == (cause if local else "update")
     assert ("those with which the optimizer steps differ" in f.message and "p.grad.copy_" in (f.advice or "")) is local
+
+
+@pytest.mark.parametrize("hook", [None, "powerSGD_hook"])
+def test_gradients_that_ddp_has_averaged_are_changed_before_the_optimizers_step(hook: str | None) -> None:
+    """The scale of a GradScaler that one rank alone has loaded; its step is too short to be sampled."""
+    model = msgspec.structs.replace(MODEL, buckets=Buckets(bytes=4096, buckets=1, comm_hook=hook))
+    line = Site("/job/amp.py", 47, "train_step")
+
+    def samples(q: int) -> tuple[Sample, ...]:
+        of = (
+            (
+                Sample("parameters", k, 1.0 + 0.1 * q * k, key=5), Sample("gradients", k, 0.2 + 1.4 * q),
+                Sample("learning_rate", k, 0.1, key=5, site=line),
+            )
+            for k in (2, 4, 8, 16)
+        )  # fmt: skip
+        return sum(of, ())
+
+    ranks = (rank(q, models=(model,), samples=samples(q)) for q in range(2))
+    f = only(of_kind(found_in(job(*ranks)), "replica_drift"))
+    assert f.cause == "update" and ("GradScaler" in str(f.advice)) is (hook is None)
+    assert ("p.grad.copy_" in str(f.advice)) is (hook is not None), "the hook may average nothing"
+    assert hook or {(w.file, w.line) for w in f.where} == {(line.file, line.line)}
 
 
 def test_shards_that_the_optimizers_step_are_not_said_to_be_the_model() -> None:

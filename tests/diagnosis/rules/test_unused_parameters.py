@@ -247,6 +247,7 @@ def test_parameters_with_gradients_that_no_optimizer_steps_are_reported(
     steps: tuple[int, ...], stale: int, severity: str | None
 ) -> None:
     left = tuple(Sample("not_stepped", k, 2.0, key=stale, name="head.weight, head.bias") for k in steps)
+    left += (Sample("learning_rate", steps[-1], 0.1, site=Site("/job/fit.py", 69, "main")),)
     of = [f for f in found_in(job(rank(0, samples=left), rank(1, samples=left))) if f.cause == "not_updated"]
     assert [f.severity for f in of] == ([severity] if severity else [])
     if severity:
@@ -255,6 +256,7 @@ def test_parameters_with_gradients_that_no_optimizer_steps_are_reported(
             in of[0].message
         )
         assert ("the optimizer has 2 that the module does not have" in of[0].message) is bool(stale)
+        assert [(w.rank, w.line) for w in of[0].where] == [(0, 69), (1, 69)], "where the optimizer steps"
 
 
 def test_parameters_that_the_optimizer_lacks_and_others_that_the_model_lacks_are_named_without_ddp() -> None:

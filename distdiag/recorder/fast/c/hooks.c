@@ -183,6 +183,13 @@ static int forward_begins(Ledger *s, FastHook *u, PyObject *const *args, PyObjec
   CallFrame *p = (CallFrame *)m->forward;
   int same = p->site == m->forward_site ? same_call_frame(p) : 0;
   if (same < 1) return same;
+  int first = training && s->forward_ns == 0 && PyTuple_CheckExact(args[1]) && PyTuple_GET_SIZE(args[1]);
+  PyObject *x = first ? PyTuple_GET_ITEM(args[1], 0) : NULL;
+  if (x != NULL && (PyObject *)Py_TYPE(x) == s->tensor) {
+    PyObject *entered = PyWeakref_NewRef(x, NULL);
+    if (entered == NULL) return -1;
+    Py_XSETREF(s->entered, entered);
+  }
   s->words[m->forward_count] += 1;
   if (training) s->words[m->forwards_at] += 1;
   uint64_t t = enter(s, training ? FORWARD : VALIDATE);

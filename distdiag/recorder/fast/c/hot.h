@@ -42,7 +42,7 @@ typedef struct {
   long long count_at, bad_losses, lead_misses;
   double loss;
   char loss_known, always, trained, cuda, on_device;
-  PyObject *newest, *lead, *averaged_by;
+  PyObject *newest, *entered, *lead, *averaged_by;
   PyObject *models, *pending, *later;                        /* dict, list, list */
   PyObject *failed, *tensor, *float32, *strided, *grad_enabled;
   PyObject *function_modes, *dispatch_modes, *unseen;        /* counts of active modes; class of the context without them */

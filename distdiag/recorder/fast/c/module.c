@@ -178,9 +178,9 @@ static const size_t HELD[] = {
   offsetof(Ledger, models), offsetof(Ledger, pending), offsetof(Ledger, later), offsetof(Ledger, failed),
   offsetof(Ledger, tensor), offsetof(Ledger, float32), offsetof(Ledger, strided), offsetof(Ledger, grad_enabled),
   offsetof(Ledger, function_modes), offsetof(Ledger, dispatch_modes), offsetof(Ledger, unseen),
-  offsetof(Ledger, newest), offsetof(Ledger, lead), offsetof(Ledger, averaged_by),
+  offsetof(Ledger, newest), offsetof(Ledger, entered), offsetof(Ledger, lead), offsetof(Ledger, averaged_by),
 };
-enum { N_HELD = sizeof HELD / sizeof *HELD, N_NEEDED = N_HELD - 3 };
+enum { N_HELD = sizeof HELD / sizeof *HELD, N_NEEDED = N_HELD - 4 };
 
 static PyObject **held(Ledger *s, size_t i) { return (PyObject **)((char *)s + HELD[i]); }
 
@@ -238,7 +238,7 @@ static PyMemberDef ledger_members[] = {
   NUMBER(wait_ns), NUMBER(ready_ns), NUMBER(last_ready_ns), NUMBER(forward_wait_ns), NUMBER(arrived_ns), NUMBER(optimizer_wait_ns), NUMBER(step_start_ns), NUMBER(samples), NUMBER(batch), NUMBER(elements),
   NUMBER(optimizer_start_ns), NUMBER(reduced_elements), NUMBER(next_event), NUMBER(loader), NUMBER(batches_at),
   NUMBER(counted_site), SIGNED(count_at), SIGNED(bad_losses), SIGNED(lead_misses), TRUTH(always),
-  TRUTH(trained), TRUTH(cuda), TRUTH(on_device), OBJECT(newest), OBJECT(lead), OBJECT(averaged_by), KEPT(models),
+  TRUTH(trained), TRUTH(cuda), TRUTH(on_device), OBJECT(newest), OBJECT(entered), OBJECT(lead), OBJECT(averaged_by), KEPT(models),
   KEPT(pending), KEPT(later), {NULL},
 };
 static PyGetSetDef ledger_getset[] = {
