@@ -1,6 +1,5 @@
 """input_bound: every rank loses this share of its step time to waiting for data.
 
-It is an info, as the host may have no core free; a warning if it has, and most of a typical step is that wait.
 If only one rank waits for data it is a straggler. If the first batch of each epoch costs most, more
 workers do not help.
 """
@@ -16,8 +15,8 @@ from distdiag.diagnosis import kinds
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.model.findings import Abstained, Finding, Severity
 from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.model.syntax import Source
 from distdiag.diagnosis.slow_case import at_lock
-from distdiag.diagnosis.step_times import LIMITS as STEPS
 from distdiag.diagnosis.step_times import Window, share_of_all
 from distdiag.diagnosis.text.phrases import at, waited_for_worker, wheres
 from distdiag.diagnosis.text.straggler import SHARED_LOCK
@@ -31,8 +30,6 @@ kind = kinds.INPUT_BOUND
 class Limits:
     share: float = 0.3
     """Share of step time that even the least affected rank waits for data."""
-    most: float = 0.5
-    """The same in a typical step, from which on it is a warning: on a host with free cores, of a loader of the training."""
     fetching: float = 0.8
     """Share of the time that loader workers fetch. If the workers of every rank are above it, all loaders are at their limit, and
     in each step the rank that waits for data delays the others."""
@@ -77,11 +74,10 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     elif facts.shadows:
         yield only_shadow(facts.shadows)
     else:
-        yield from _found(facts, window)
+        yield from _found(facts.snapshot, window, facts.source)
 
 
-def _found(facts: Facts, window: Window) -> Iterator[Finding]:
-    s = facts.snapshot
+def _found(s: Snapshot, window: Window, source: Source) -> Iterator[Finding]:
     columns = list(zip(*window.steps.values(), strict=True))
     share = share_of_all(window, lambda x: x.data_ms, limits.share)
     # all loaders are at their limit: the slowest of each step counts
@@ -90,7 +86,6 @@ def _found(facts: Facts, window: Window) -> Iterator[Finding]:
     if share < limits.share:
         return
     ms = statistics.median(max(x.data_ms for x in column) for column in columns)
-    typical = statistics.median(min(x.data_ms / max(x.step_ms, 1e-3) for x in column) for column in columns)
     loader = next((x for r in s.ranks.values() for x in r.loaders if x.in_training), None)
     site, workers = (None, 0) if loader is None else (loader.site, loader.workers)
     where = wheres(s, window.ranks, "data", dict.fromkeys(window.ranks, site))
@@ -112,18 +107,15 @@ def _found(facts: Facts, window: Window) -> Iterator[Finding]:
     if most and inside[0].key != inside[-1].key:
         most += f",{at(inside[0])}"
     lines = [s.ranks[seen].worker_sites] if worker else [s.ranks[q].phase_sites.get("data", ()) for q in window.ranks]
-    lock = at_lock(lines, facts.source) if worker or most else None
+    lock = at_lock(lines, source) if worker or most else None
     if lock is not None:
         most = f"; they wait there for a lock{at(lock)}"
     do = _DO["lock" if lock is not None else "line" if most else "worker's line" if worker else "workers"].format(
         workers=workers
     )
-    late = any(f.kind == kinds.STRAGGLER.name for f in facts.found)
-    free = s.host_cpu_pct is not None and s.host_cpu_pct <= STEPS.busy_host_pct and not late
-    warns = lock is not None or (free and loader is not None and typical >= limits.most)
     yield INPUT_BOUND(
         victims=window.ranks, where=where, site=site, share=share, ms=ms, most=most, worker=worker,
-        do=do + _SPLIT if stream and not most else do, severity=Severity.WARNING if warns else None,
+        do=do + _SPLIT if stream and not most else do, severity=None if lock is None else Severity.WARNING,
     )  # fmt: skip
 
 

@@ -34,26 +34,6 @@ def test_a_job_in_which_all_ranks_wait_for_data_is_input_bound() -> None:
     assert "48 %" in f.cost and "(now 2)" in f.advice
 
 
-@pytest.mark.parametrize(
-    ("extra_ms", "seldom", "cpu_pct", "late_ms", "warns"),
-    [
-        (100.0, 1, 40.0, 0.0, True), (60.0, 1, 40.0, 0.0, False), (100.0, 1, 99.0, 0.0, False), (100.0, 1, None, 0.0, False),
-        (900.0, 4, 40.0, 0.0, False), (100.0, 1, 40.0, 400.0, False),
-    ],
-    ids=["most", "some", "busy", "not known", "of a few steps", "one rank is late"],
-)  # fmt: skip
-def test_most_of_a_typical_step_on_a_host_with_free_cores_is_a_warning(
-    extra_ms: float, seldom: int, cpu_pct: float | None, late_ms: float, warns: bool
-) -> None:
-    def of_rank(q: int) -> tuple[Step, ...]:
-        made = steps(extra_ms + q * late_ms, "data", wait_ms=(1 - q) * late_ms, seed=q)
-        return tuple(a if a.step % seldom == 0 else b for a, b in zip(made, steps(seed=q), strict=True))
-
-    found = input_bound(of_rank(0), of_rank(1), host_cpu_pct=cpu_pct)
-    assert [f.severity for f in found if f.severity == "warning"] == ["warning"] * warns
-    assert found or late_ms
-
-
 def test_the_line_of_the_dataset_is_named_where_the_rank_runs_it_itself() -> None:
     read, loop = Site("/job/text.py", 27, "from_file"), Site("/job/train.py", 31, "main")
     stacks = {"phase_stacks": {"data": (read, Site("/job/train.py", 12, "collate"), loop)}}
