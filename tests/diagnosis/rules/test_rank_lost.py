@@ -106,6 +106,19 @@ def test_a_dead_loader_worker_is_not_the_fault_of_the_line_where_torch_raises() 
     assert f.advice.startswith("a DataLoader worker died: read what it printed")
 
 
+@pytest.mark.parametrize(
+    ("died_by", "do"),
+    [
+        ("Segmentation fault", "a library of the dataset failed in native code"),
+        ("Killed", "if it was killed for memory"),
+    ],
+)
+def test_the_signal_that_ended_a_loader_worker_decides_what_to_do(died_by: str, do: str) -> None:
+    text = f"RuntimeError: DataLoader worker (pid 4338) is killed by signal: {died_by}"
+    f = only(ended(job(rank(0, life=Life.CRASHED, exception=text, ended_s=9.0), rank(1))))
+    assert f.advice.startswith(do)
+
+
 def test_what_a_worker_raised_is_looked_for_in_its_samples() -> None:
     text = "IndexError: list index out of range (in a DataLoader worker)"
     f = only(ended(job(rank(0, life=Life.CRASHED, exception=text, ended_s=9.0), rank(1))))
