@@ -100,6 +100,7 @@ _CONFLICT = (
     Witness(Reason.EXHAUSTED, loops.exhausted),
     Witness(Reason.HANDLER, handlers.accuse),
     Witness(Reason.CAUGHT, pending_exception.went_on, applies=lambda case: len(case.sides[0]) > len(case.sides[1])),
+    Witness(Reason.ORDER, arguments.over_set, applies=lambda case: case.wait.conflict in ("shape", "dtype", "root")),
     Witness(Reason.MAJORITY, _minority),
     Witness(Reason.EXCEPTION, pending_exception.accuse, pending_exception.explain, _tie),
     Witness(Reason.SWALLOWED, explain=pending_exception.swallowed),
