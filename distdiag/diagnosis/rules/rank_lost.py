@@ -41,7 +41,7 @@ limits = Limits()
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 _SENT = {signals.SIGUSR1, signals.SIGUSR2, signals.SIGTERM, signals.SIGHUP, signals.SIGINT}
 _EXITS = re.compile(r"(?i)exit|\bquit\b|\babort\b")  # in the line of a rank that ended by its own choice
-KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
+KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{seen}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
 CRASHED = Template(kind, "crashed", "{culprits} ended with {how}{site}{condition}", "{cost}", "{do}", proved=True)
 LEFT = Template(kind, "crashed", "{culprits} left with {how}{site}{condition}; the launcher starts the ranks again", "this attempt ended",
@@ -143,13 +143,15 @@ def _lost(facts: Facts) -> Finding:
         setter = site_text(_setter(facts, first))
         condition += f"; nobody had set that key{f', as {setter} does' if setter else ''}"
     by_choice = bool(code) and not (elsewhere or victims) and len({s.ranks[q].current_site for q in culprits}) == 1
+    # only a crash in native code, and a call that it did not leave, have their line; else the newest sample may be older than the end
+    sampled = killed and first.current_site is not None and not (first.ended_waiting or first.signal in _NATIVE_CRASHES)
     return (KILLED if killed else LEFT if by_choice and s.restarts_left > 0 else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
         waiting=wheres(s, (q for q, r in s.ranks.items() if q in victims and (r.blocked or r.ended_waiting or q in echoes))),
         step=first.step, first_seen_s=first.ended_s if first.ended_s is not None else s.t_s, signal=signal,
         how=shortened(first.exception or f"exit code {first.exit_code}", 200),
-        site=None if elsewhere else first.current_site, condition=condition,
+        site=None if elsewhere else first.current_site, seen=", last seen" if sampled else "", condition=condition,
         cost="the job cannot continue without it" if victims else "the job ended",
         do=("see first what lets its memory grow (the finding on memory); else " if grown else "") + (
             _DO["chosen" if exits is None else "called"].format(first.exit_code, at(exits)) if elsewhere

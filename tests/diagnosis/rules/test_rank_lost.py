@@ -214,6 +214,18 @@ def test_a_killed_rank_is_lost_with_its_signal(number: int, name: str) -> None:
     assert (f.cause, f.culprits) == ("killed", (0,)) and name in f.message
 
 
+@pytest.mark.parametrize(
+    ("number", "waiting", "end"),
+    [(9, False, "SIGKILL, last seen at"), (9, True, "SIGKILL at"), (11, False, "SIGSEGV at")],
+)
+def test_where_a_rank_was_killed_is_known_in_a_call_and_of_a_native_crash(number: int, waiting: bool, end: str) -> None:
+    dead = rank(
+        0, life=Life.KILLED, signal=number, ended_s=9.0, ended_waiting=waiting, current_site=Site("/a.py", 3, "f")
+    )
+    f = only(ended(job(dead, rank(1, life=Life.CRASHED, exception=CLOSED, ended_s=9.2))))
+    assert f.message == f"rank 0 was killed by {end} a.py:3 in f"
+
+
 @pytest.mark.parametrize(("last_beat_s", "culprits"), [(8.9, (1,)), (9.3, ())])
 def test_a_kill_after_a_later_heartbeat_is_not_the_cause_of_a_closed_connection(
     last_beat_s: float, culprits: tuple[int, ...]
