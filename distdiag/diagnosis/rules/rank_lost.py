@@ -207,6 +207,6 @@ def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:
     sites = (w for r in failed for w in where_stack(r, r.user_stack, "crashed" if echoes else None, 2))
     return (ECHOES if echoes else UNCONNECTED)(
         victims=cascade.others, where=sites, first_seen_s=min(times, default=None), first=first.rank,
-        error=first.exception.splitlines()[0][:160] if first.exception else "no exception",
+        error=shortened(first.exception.partition("\n")[0], 160) if first.exception else "no exception",
         site=first.current_site,
     )  # fmt: skip
