@@ -66,6 +66,7 @@ def of_pages(now_s: float, views: Mapping[int, RankView], ranks: dict[int, RankS
         t_s=now_s,
         world_size=world,
         expected=_of_most([h.local_world_size for h in headers]) or None,
+        attempt=_of_most([h.attempt for h in headers]),
         # torchrun's, in the environment of the rank that has started this monitor
         restarts_left=(launchers.number("TORCHELASTIC_MAX_RESTARTS") or 0)
         - (launchers.number("TORCHELASTIC_RESTART_COUNT") or 0),
@@ -76,7 +77,7 @@ def of_pages(now_s: float, views: Mapping[int, RankView], ranks: dict[int, RankS
 
 
 def _of_most(sizes: list[int], least: int = 0) -> int:
-    """Return the size that most pages have, the smallest in a tie: a damaged page must not add 65,536 ranks."""
+    """Return the number that most pages have, the smallest in a tie: a damaged page must not add 65,536 ranks."""
     return max(least, min(statistics.multimode(sizes)))
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from distdiag.diagnosis import kinds
 from distdiag.diagnosis.culprit import paths
-from distdiag.diagnosis.endings import UNUSED, Cascade, End, unset_key
+from distdiag.diagnosis.endings import UNUSED, Cascade, End, nobody_listens, unset_key
 from distdiag.diagnosis.facts import Facts
 from distdiag.diagnosis.known_errors import known
 from distdiag.diagnosis.model import syntax
@@ -56,14 +56,16 @@ ECHOES = Template(kind, "crashed",
     "{victims} failed because another rank was gone; the first known end is that of rank {first}: {error}{site}",
     "the job ended", "read the ranks' own stderr from the top: the first error in it is the cause")  # fmt: skip
 UNCONNECTED = Template(kind, "crashed", "{victims} could not connect: {error}{site}", "the job did not start",
-    "check that every rank started, and that its address and port are reachable from the others; "
-    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
-    proved=True)  # fmt: skip
+    "{do}", proved=True)  # fmt: skip
 SILENT = Template(kind, "silent",
     "{culprits} ({hosts}) {culprits:has|have} not been heard of{heard} ({silent_s:time}); {victims} "
     "{victims:waits|wait} for {culprits:it|them}", "{victims:#} of {world} ranks make no progress",
     "check that the host is up, and its network: it may be alive")  # fmt: skip
 _DO = {
+    "unconnected": "check that every rank started, and that its address and port are reachable from the others; "
+    "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface; `distdiag doctor --reach HOST:PORT` tries it",
+    "restarted": "start the job again with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else torchrun has one store for all attempts, and this one most "
+    "likely read there the address of a rank of the attempt before, which has ended",
     "SIGKILL": "look for the out-of-memory killer: `dmesg -T | grep -i oom`; else find who sent it",
     "SIGSEGV": "a native crash: run once with `python -X faulthandler` and check the extension called there",
     "SIGBUS": "a full /dev/shm or a truncated mapped file: check `df /dev/shm`",
@@ -207,6 +209,7 @@ def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:
     sites = (w for r in failed for w in where_stack(r, r.user_stack, "crashed" if echoes else None, 2))
     return (ECHOES if echoes else UNCONNECTED)(
         victims=cascade.others, where=sites, first_seen_s=min(times, default=None), first=first.rank,
+        do=_DO["restarted" if s.attempt and nobody_listens(first) else "unconnected"],
         error=shortened(first.exception.partition("\n")[0], 160) if first.exception else "no exception",
         site=first.current_site,
     )  # fmt: skip

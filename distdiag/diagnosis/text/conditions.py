@@ -54,7 +54,9 @@ def handler_advice(who: str, what: str = "", guard: str = "") -> str:
         what: The exception, which the message has, if known; else `guard` is the handler.
     """
     find = (
-        f"fix what raised {what.partition(':')[0]} on {who}" if what else f"find what {guard} caught on {who} (log its traceback), fix it"
+        f"fix what raised {what.partition(':')[0]} on {who}"
+        if what
+        else f"find what {guard} caught on {who} (log its traceback), fix it"
     )
     return f"{find}, or re-raise it, so that all ranks end; to go on after a failure, let all ranks agree on it first (all_reduce a flag)"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from distdiag.diagnosis.job_state import job_state
@@ -154,12 +155,15 @@ def test_the_state_quotes_no_rank_that_only_followed() -> None:
 
 
 def test_ranks_that_could_not_connect_blame_nobody() -> None:
-    text = "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused"
+    text = "RuntimeError: Gloo connectFullMesh failed with [/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:152] timed out connecting: "
+    text += "SO_ERROR: Connection refused, remote=[127.0.0.1]:32641$0"
     crashed = rank(0, life=Life.CRASHED, exception=text, ended_s=9.0)
     s = job(crashed, rank(1, life=Life.KILLED, signal=15, ended_s=9.5))
     f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (), (0,))
-    assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
+    assert "timed out connecting: SO_ERROR: Connection refused, remote" in f.message and "SOCKET_IFNAME" in f.advice
+    again = only(ended(msgspec.structs.replace(s, attempt=1)))
+    assert "the attempt before, which has ended" in again.advice and "SOCKET_IFNAME" not in again.advice
     late = only(ended(s, late=((1,), (0,))))
     assert (late.kind, late.culprits) == ("rank_lost", ()), "who came late listens nowhere yet, and refuses nothing"
 
