@@ -305,6 +305,11 @@ def _in_call(state: RankState) -> bool:
     return state.ended_waiting or left or is_echo(state.caught or "")
 
 
+def nobody_listens(state: RankState) -> bool:
+    """True if a rank tried to connect to an address where nobody listens."""
+    return bool(_REFUSED_ADDRESS.search(state.exception or ""))
+
+
 def unset_key(state: RankState) -> str:
     """Return the first key for which a rank's script waited in a store until the wait raised; empty if it was torch that waited."""
     found = STORE_WAIT.search(state.exception or "")
@@ -321,7 +326,7 @@ def _timeout(snapshot: Snapshot, kinds: dict[int, str], late: Late | None) -> Ca
     victims = timed_out(snapshot, kinds)
     # a late rank has published no address yet: what is refused is where nobody listens
     tried = tuple(sorted(r.rank for r in victims if _CONNECT.search(r.exception or "")))
-    if any(_REFUSED_ADDRESS.search(snapshot.ranks[q].exception or "") for q in tried):
+    if any(nobody_listens(snapshot.ranks[q]) for q in tried):
         return Cascade(End.UNCONNECTED, (), tried)
     call = last_wait(victims[0])
     who: tuple[int, ...] = ()

@@ -52,6 +52,8 @@ class Known(NamedTuple):
 
 FULL_GPU = "lower the batch or sequence length of the largest batch, or use checkpointing; other processes on that GPU: `nvidia-smi` (`rocm-smi`, `npu-smi`, `xpu-smi`)"
 FULL_SHM = "give the container more shared memory (docker --shm-size, a Memory emptyDir at /dev/shm), or use fewer DataLoader workers"
+LOADER_KILLED = "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch"
+LOADER_FAULT = "a library of the dataset failed in native code, most often a decoder: find the sample (print its path in __getitem__), read it alone, leave it out or upgrade that library; the worker's stack shows the call (`python -X faulthandler`)"
 TAKEN_PORT = "end the process that holds the port (`ss -ltnp` there shows it), or give this job another --master-port or --rdzv-endpoint (accelerate: --main_process_port)"
 NO_CUDA = "CUDA cannot start there, or lost its GPU (a container loses its GPUs when systemd reloads: start it again): see `nvidia-smi`, `dmesg -T | grep -i nvrm`, whether nvidia-uvm is loaded, and CUDA_VISIBLE_DEVICES; reboot the node if its driver was updated"
 OTHER_DRIVER = "reboot that host, or unload and load the nvidia modules, and start without it until then (--exclude); hold the driver's packages (apt-mark hold, no unattended upgrades); in a container, use the host's libcuda, not one of the image (compat)"
@@ -177,6 +179,8 @@ ROWS = (
     Known(bounded(r"inline_container|PytorchStreamWriter"), "the file could not be written whole: look for space and quota where checkpoints go (`df -h`, `quota -s`, `lfs quota`)"),
     Known(bounded(r"DataLoader timed out"), "a worker of the loader did not deliver in time: take the workers' stacks while it waits (`py-spy dump --pid`), look at the storage; the loader's timeout= is the limit"),
     Known(bounded(r"peer mapping resources exhausted"), "a GPU can map the memory of eight others at most: on hosts with more GPUs use NCCL_P2P_LEVEL=PIX, or NCCL_P2P_DISABLE=1"),
+    Known(bounded(r"DataLoader worker .{0,80}is killed by signal: Killed"), LOADER_KILLED),
+    Known(bounded(r"DataLoader worker .{0,80}is killed by signal: (?:Segm|Abort|Illegal|Float)"), LOADER_FAULT),
     Known(bounded(r"DataLoader worker .{0,80}(?:exited unexpectedly|is killed)"), "a DataLoader worker died: read what it printed before it ended; see `dmesg -T | grep -i oom` and /dev/shm; run once with num_workers=0 to see its exception"),
     Known(bounded(r"(?i:(?:global shape|size) mismatch.{0,300}(?:word_embeddings|embed_tokens|output_layer|lm_head))"), "if only the rows differ, it is the padded vocabulary: Megatron pads it to a multiple of make-vocab-size-divisible-by times the tensor parallel size: give both as they were when it was saved, or convert the checkpoint; else use the same tokenizer, with the same added tokens (resize_token_embeddings)"),
     Known(bounded(r"Missing key.{0,200}(?:rank|worker)_?\d"), "that state was saved for each rank, and not for this one: resume with as many ranks as saved it, or leave it out (the loader's position), and let each rank begin anew with it"),

@@ -62,14 +62,14 @@ def of_pages(now_s: float, views: Mapping[int, RankView], ranks: dict[int, RankS
                 base = groups.get(name.removesuffix(" (monitored_barrier)"))
                 groups[name] = Group(name=name, ranks=base.ranks if base else every)
     steps = sorted(x.step_ms for r in ranks.values() for x in r.steps[-20:])
-    attempt = launchers.number("TORCHELASTIC_RESTART_COUNT") or 0
     return Snapshot(
         t_s=now_s,
         world_size=world,
         expected=_of_most([h.local_world_size for h in headers]) or None,
+        attempt=_of_most([h.attempt for h in headers]),
         # torchrun's, in the environment of the rank that has started this monitor
-        restarts_left=(launchers.number("TORCHELASTIC_MAX_RESTARTS") or 0) - attempt,
-        attempt=attempt,
+        restarts_left=(launchers.number("TORCHELASTIC_MAX_RESTARTS") or 0)
+        - (launchers.number("TORCHELASTIC_RESTART_COUNT") or 0),
         ranks=ranks,
         groups=groups,
         usual_step_s=steps[len(steps) // 2] / 1e3 if steps else None,
@@ -77,7 +77,7 @@ def of_pages(now_s: float, views: Mapping[int, RankView], ranks: dict[int, RankS
 
 
 def _of_most(sizes: list[int], least: int = 0) -> int:
-    """Return the size that most pages have, the smallest in a tie: a damaged page must not add 65,536 ranks."""
+    """Return the number that most pages have, the smallest in a tie: a damaged page must not add 65,536 ranks."""
     return max(least, min(statistics.multimode(sizes)))
 
 

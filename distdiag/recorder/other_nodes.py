@@ -49,7 +49,9 @@ class OtherNodes:
             return False
         files.create(self.pages, node_files.FIRST, str(os.getpid()).encode())
         if files.text(self.pages, node_files.FIRST) == str(os.getpid()):
-            self.store = dist._get_default_store()
+            # torchrun may keep its store, with all that this attempt writes, for the next one
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            self.store = dist.PrefixStore(f"distdiag/{attempt}", dist._get_default_store())
             self._running.acquire()
             start_new_thread(self._run, ())
         return True

@@ -6,13 +6,23 @@ Both have the original traceback as text. What is recorded is the original error
 from __future__ import annotations
 
 import re
+import traceback
 
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 _WORKER = " in DataLoader worker process"
+_ENDED = "DataLoader worker (pid"  # torch's own error, of a worker that has ended
 _CHECKPOINT = "CheckpointException ranks:"
 _RANK = re.compile(r"^Traceback \(most recent call last\): \(RANK (\d+)\)\n", re.MULTILINE)
 _HEAD = 400  # characters of a text in which these marks are
 Frames = list[tuple[str, int, str]]  # file, line, function; outermost first
+
+
+def text_of(error: BaseException) -> str:
+    """Return an exception as Python prints it: of an ended DataLoader worker the cause, which names the signal that ended it."""
+    own, *causes = (
+        "".join(traceback.format_exception_only(e)).strip() for e in (error, error.__cause__) if e is not None
+    )
+    return next((text.rstrip(" .") for text in causes if _ENDED in own and _ENDED in text), own)
 
 
 def original(text: str, rank: int) -> tuple[str, Frames]:

@@ -171,8 +171,7 @@ class Session:
         """Record the exception that ends the script: its text and the user's frames, innermost first."""
         self.recorder.header.trace_signal = 0
         recorder, h = self.recorder, self.recorder.header
-        last = "".join(traceback.format_exception_only(type(error), error)).strip()
-        last, relayed = relayed_exceptions.original(last, h.rank)
+        last, relayed = relayed_exceptions.original(relayed_exceptions.text_of(error), h.rank)
         last = f"KeyboardInterrupt, then {last}" if _interrupted(error) else last
         inner = [
             recorder.page.site(file, line, name) for file, line, name in reversed(relayed) if kind_of_file(file) == USER

@@ -45,7 +45,8 @@ ACTIVITIES = (  # in the order in which lines are searched for them
     ),
     Activity(
         word="lock_file", patience_s=60.0, shown="waiting for a lock file", does="waits for a lock file to be removed",
-        do="see which process made that file; if none holds it (its owner was killed), delete it",
+        do="see which process made that file (of torch's extensions: `lock` in their folder in TORCH_EXTENSIONS_DIR, by default in "
+        "~/.cache/torch_extensions); if none holds it (its owner was killed), delete it",
         frame=r"^file_baton\.wait$|^_api\.acquire$",  # while another process builds: torch's extensions, filelock
     ),
     Activity(

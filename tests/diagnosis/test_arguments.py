@@ -21,6 +21,11 @@ def came_with(r: int, *dtypes: str) -> RankState:
     return rank(r, calls[-1], calls=tuple(calls))
 
 
+def came_with_shapes(r: int, *sizes: int) -> RankState:
+    calls = [call(seq=n, site=SITE, shape=(size,)) for n, size in enumerate(sizes, 1)]
+    return rank(r, calls[-1], calls=tuple(calls))
+
+
 def test_the_side_with_a_new_dtype_at_its_site_is_the_culprit() -> None:
     f = only(snapshot(came_with(0, *["float64"] * 4), came_with(1, *["float64"] * 3, "float32")))
     assert (f.kind, f.cause, f.culprits) == ("mismatch", "dtype", (1,))
@@ -91,6 +96,36 @@ def test_calls_that_both_ranks_made_before_differ_in_their_order_only() -> None:
 
     f = only(snapshot(reduces(0, 64, 32, 64), reduces(1, 64, 64, 32)))
     assert "different order" not in f.message and "cannot tell which side is wrong" in f.message
+
+
+SET = "def sync(self, names):\n    for name in {}:\n        tensor = self.state[name]\n        # of each\n        all_reduce(tensor)\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "other", "is_set"),
+    [
+        ("self.active", "self.active = set(x) & ALL", True),
+        ("self.active", "self.active = set(x)\nself.active = sorted(self.active)", False),
+        ("list({'loss', 'accuracy'})", "", True),
+        ("ALL", "ALL = {'loss', 'accuracy'}\nALL |= {'more'}", True),
+        ("names", "names = {'loss', 'accuracy'}", False),
+        ("sorted(self.active)", "self.active = set(x)", False),
+    ],
+)
+def test_a_loop_over_a_set_is_the_reason_for_other_sizes(names: str, other: str, is_set: bool) -> None:
+    """Of three ranks, too: the one whose size is its own is not the one to blame."""
+    ranks = [came_with_shapes(r, n) for r, n in enumerate((144, 12, 12))]
+    f = only(snapshot(*ranks), source={FILE: SET.format(names) + other}.get)
+    assert (f.cause, f.culprits) == ("shape", () if is_set else (0,))
+    assert (f"`for name in {names}` at train.py:2 in reduce goes over a set" in f.message) is is_set
+    assert f.advice.startswith(f"loop over `sorted({names})` at train.py:2") is is_set
+    assert not is_set or "cannot tell" not in f.message
+
+
+def test_a_loop_over_a_set_is_no_reason_where_all_its_tensors_were_of_one_size() -> None:
+    ranks = [came_with_shapes(r, 48, 48, n) for r, n in enumerate((48, 30))]
+    f = only(snapshot(*ranks), source={FILE: SET.format("{1, 2}")}.get)
+    assert f.culprits == (1,) and "set" not in f.message
 
 
 def test_a_rank_that_sends_to_a_new_peer_is_the_culprit() -> None:

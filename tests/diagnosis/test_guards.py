@@ -32,6 +32,7 @@ def texts(source: str) -> list[str]:
         ("for x in xs:\n    for y in x:\n        if a:\n            return\n    g()  # A",
          ["INSIDE for x in xs", "PASSED if a", "ENDED for y in x"]),
         ("try:\n    g()  # A\nexcept E:\n    pass\nexcept F:\n    raise", ["PASSED except E"]),
+        ("try:\n    g()  # A\nexcept E as e:\n    if a:\n        return\n    raise", ["PASSED except E as e"]),
         ("try:\n    f()\nexcept E:\n    g()  # A", ["HOLDS except E"]),
         ("try:\n    f()\nexcept E:\n    return\ng()  # A", ["PASSED except E"]),
         ("try:\n    f()\nexcept E as e:\n    if a:\n        return\ng()  # A", ["PASSED except E as e"]),

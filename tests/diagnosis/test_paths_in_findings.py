@@ -145,11 +145,13 @@ def test_a_forward_before_a_caught_exception_gets_no_backward() -> None:
     s = snapshot(
         trained(0, log, 71, 70, "all_reduce", "other", **more), trained(1, BACKWARD, 70, 70, "barrier", "backward")
     )
-    log_known = {key(log): 7, key(FORWARD): 71}
+    log_known = {key(log): 7, key(FORWARD): 71, key(BACKWARD): 70}
     s.ranks[0] = msgspec.structs.replace(s.ranks[0], sites=log_known)
-    f = only(s)
+    text = "try:\n    model()\n\n    pass\n    loss.backward()\nexcept RuntimeError as e:\n    if not 'memory' in str(e):\n        raise\n"
+    f = only(s, source={FILE: text}.get)
     assert "rank 0 ran 1 forward without backward" in f.message
-    assert f.advice.startswith("fix what raised RuntimeError: out of memory on rank 0, ") and "0 * sum" not in f.advice
+    assert ", and caught RuntimeError: out of memory: `except RuntimeError as e` (train.py:6)" in f.message
+    assert f.advice.startswith("fix what raised RuntimeError on rank 0, ") and "0 * sum" not in f.advice
     s.ranks[0] = msgspec.structs.replace(s.ranks[0], caught=None)
     assert "without backward" not in only(s).message
 

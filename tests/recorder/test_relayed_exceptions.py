@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import traceback
+import os
+import signal
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
@@ -10,16 +11,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from distdiag.diagnosis.endings import ends
 from distdiag.diagnosis.model.snapshot import Life
-from distdiag.recorder.relayed_exceptions import original
+from distdiag.recorder.relayed_exceptions import original, text_of
 from tests.diagnosis.made import job, rank
 
 
 def write_data() -> None:
     raise OSError(122, "Disk quota exceeded", "step_210")
-
-
-def text_of(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +57,19 @@ def test_the_error_of_a_loader_worker_is_that_of_its_dataset() -> None:
     text, frames = original(text_of(e.value), 0)
     assert text == "ValueError: sample 0 (in a DataLoader worker)"
     assert frames[-1][0] == __file__ and frames[-1][2] == "__getitem__"
+
+
+class Crashing(Broken):
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_the_error_of_a_worker_that_a_signal_ended_names_the_signal() -> None:
+    with pytest.raises(RuntimeError) as e:
+        next(iter(DataLoader(Crashing(), num_workers=1)))
+    assert text_of(e.value).endswith("is killed by signal: Killed")
+    assert text_of(KeyError("device")) == "KeyError: 'device'"
 
 
 def test_any_other_text_is_kept() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -11,8 +12,9 @@ from distdiag.diagnosis.culprit.call_order import LOOP_ADVICE
 from distdiag.diagnosis.culprit.case import Case, Testimony
 from distdiag.diagnosis.culprit.conditions import tied
 from distdiag.diagnosis.model.findings import rank_list
+from distdiag.diagnosis.model.guards import on_stack
 from distdiag.diagnosis.model.snapshot import Call, RankState
-from distdiag.diagnosis.model.syntax import line_at
+from distdiag.diagnosis.model.syntax import is_set, line_at, tree_of
 from distdiag.diagnosis.text.phrases import at, both_sites
 from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.wait import call_at, calls_until
@@ -168,6 +170,27 @@ def reordered(case: Case, ranks: Sequence[int]) -> Testimony | None:
     text = "each side makes the other's call next: only their order differs" if exchanged else text
     advice = f"compare {both_sites(first, second)}: make these calls in the same order on all ranks; {LOOP_ADVICE}"
     return Testimony(ranks=tuple(ranks), text=f"; {text}", conditions=parted, advice="" if parted else advice)
+
+
+def over_set(case: Case) -> Testimony | None:
+    """Blame nobody if a loop over a set makes all ranks' calls, in one line, and no argument was always the same there."""
+    sites = {call.site for call in case.wait.calls.values()}
+    around = on_stack(site.path, case.source) if len(sites) == 1 and (site := sites.pop()) is not None else ()
+    loop = next((guard for guard in reversed(around) if isinstance(guard.node, ast.For)), None)
+    tree = tree_of(loop.place.file, case.source) if loop is not None else None
+    over = loop.test if loop is not None else None
+    if (
+        loop is None
+        or over is None
+        or tree is None
+        or not is_set(over, tree)
+        or any(_of_ranks(case, [*case.wait.calls]))
+    ):
+        return None
+    return Testimony(
+        text=f"; `{loop.text}`{at(loop.place)} goes over a set",
+        advice=f"loop over `sorted({ast.unparse(over)})`{at(loop.place)}: the order of a set differs between processes",
+    )
 
 
 def swapped(case: Case) -> bool:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.case import Case, Testimony
-from distdiag.diagnosis.culprit.paths import Condition, conditions_between
+from distdiag.diagnosis.culprit.paths import Condition, conditions_between, handler_around
 from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Call, RankState, Site, lines_of
 from distdiag.diagnosis.model.syntax import Source, function, tree_of
 from distdiag.diagnosis.text.conditions import NO_WEIGHT, conditions_text, handler_advice
-from distdiag.diagnosis.text.phrases import op_at
+from distdiag.diagnosis.text.phrases import op_at, shortened
 from distdiag.diagnosis.waits.wait import by_python
 from distdiag.terms.operations import op_name
 from distdiag.terms.units import counted
@@ -149,7 +149,7 @@ def _open(state: RankState, i: int) -> int:
 def swallowed(state: RankState) -> str:
     """Return the exception out of a forward or backward that the script has caught; empty if there is none."""
     text = (state.caught or "").splitlines()
-    return text[0][:120] if text and not (state.exception or "").startswith(text[0][:60]) else ""
+    return shortened(text[0], 120) if text and not (state.exception or "").startswith(text[0][:60]) else ""
 
 
 def _way_out(state: RankState, forwards: int, backwards: int, source: Source) -> list[Condition]:
@@ -159,7 +159,9 @@ def _way_out(state: RankState, forwards: int, backwards: int, source: Source) ->
         if times in (forwards, backwards):
             sites.setdefault(times, []).append(callers.stack_at(_site(key, source), state, source))
     pairs = ((f, b) for f in sites.get(forwards, ()) for b in sites.get(backwards, ()))
-    return next((found for f, b in pairs if (found := conditions_between(f, b, source))), [])
+    found = next((found for f, b in pairs if (found := conditions_between(f, b, source))), [])
+    backward = next(iter(sites.get(backwards, ())), ())
+    return found or (handler_around(backward, source) if swallowed(state) else [])
 
 
 def _site(key: str, source: Source) -> Site | None:

@@ -278,6 +278,14 @@ def returns_before(site: Site, source: Source) -> list[Condition]:
     return [_condition(g, Way.SKIPPED) for g in found if g.can_differ() and not g.on_rank]
 
 
+def handler_around(stack: Sequence[Site], source: Source) -> list[Condition]:
+    """Return the innermost handler that leads past a call on a stack after an error before it."""
+    handlers = [
+        g for g in on_stack(stack, source) if isinstance(g.node, ast.ExceptHandler) and g.kind is GuardKind.PASSED
+    ]
+    return [_condition(g, Way.SKIPPED) for g in handlers[-1:]]
+
+
 def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:
     """Return what ends a round early in the innermost loop around a call that was made twice, without what follows in the round."""
     loop = next((g for g in reversed(on_stack(stack, source)) if g.kind is GuardKind.INSIDE), None)

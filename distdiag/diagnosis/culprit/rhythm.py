@@ -66,9 +66,9 @@ def _by_gaps(case: Case) -> Testimony | None:
     gap, usual = gaps[there] or (0, 0)
     who, call = rank_list(odd), case.wait.calls[case.sides[there][0]]
     if early:
-        text = f"; {who} got there after {gap:,} collectives; earlier, all ranks got there after {usual:,}"
+        text = f"; {who} made that call again after {gap:,} collectives; until now, all ranks made it every {usual:,} collectives"
     else:
-        text = f"; {who} should be in {compatible.op_name(call.op)}{at(call.site)}, too: so far all ranks were back there after {usual:,} collectives"
+        text = f"; {who} should be in {compatible.op_name(call.op)}{at(call.site)}, too: until now, all ranks made that call every {usual:,} collectives"
     there = f"{verb(odd, 'is', 'are')} {'early' if early else 'not'} in {compatible.op_name(call.op)}{at(call.site)}"
     advice = f"find why {who} {there}: fewer or more batches, a break or return on some ranks only, a branch on the data (no token for an expert)"
     return Testimony(ranks=tuple(odd), text=text, advice=advice)

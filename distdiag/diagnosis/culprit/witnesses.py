@@ -105,6 +105,7 @@ _CONFLICT = (
     Witness(Reason.EXHAUSTED, loops.exhausted),
     Witness(Reason.HANDLER, handlers.accuse),
     Witness(Reason.CAUGHT, _caught, applies=_majority),
+    Witness(Reason.ORDER, arguments.over_set, applies=lambda case: case.wait.conflict in ("shape", "dtype", "root")),
     Witness(Reason.MAJORITY, _minority, applies=_majority),
     Witness(Reason.EXCEPTION, pending_exception.accuse, pending_exception.explain, _tie),
     Witness(Reason.SWALLOWED, explain=pending_exception.swallowed),

@@ -239,7 +239,10 @@ def _around(step: Step, line: int, callee: str) -> Iterator[Guard]:
                 yield from (guard._replace(way_out=None) for guard in breaks if guard is not None)
         case ast.Try() if step.field in ("body", "orelse"):
             for handler in owner.handlers:
-                if not isinstance(handler.body[-1], ast.Raise) and not exits_process(handler.body[-1]):
+                ways = [way_out for way_out, _ in exits(handler.body)]  # a handler may raise only some errors again
+                if handler.body[-1] not in ways or any(
+                    isinstance(x, (ast.Return, ast.Break, ast.Continue)) for x in ways
+                ):
                     yield Guard(GuardKind.PASSED, handler, upto=line)
         case ast.With() | ast.AsyncWith() if any(_called_in(x.context_expr) & {"suppress"} for x in owner.items):
             yield Guard(GuardKind.PASSED, owner, upto=line)

@@ -418,8 +418,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_cpu_pct: float | None = None  # the highest of the last 20 seconds, all cores = 100
     host_memory_bytes: int | None = None  # total memory of the host
     host_available_bytes: int | None = None  # still available
+    attempt: int = 0  # how often its launcher had started the ranks before
     restarts_left: int = 0  # how often its launcher starts the ranks again if they fail
-    attempt: int = 0  # how often it has done so
     stopped_by: int | None = None  # the signal that its launcher got before the first rank ended
     hang_ended: bool = False  # the monitor has ended the ranks of a proved hang, as it was asked to
     usual_step_s: float | None = None  # median of all ranks' recent steps

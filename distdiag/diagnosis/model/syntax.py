@@ -125,6 +125,46 @@ def keeps_results(decorator: ast.AST) -> bool:
     return name_of(decorator.func if isinstance(decorator, ast.Call) else decorator) in _CACHES
 
 
+def is_set(node: ast.AST | None, tree: ast.Module, depth: int = 3) -> bool:
+    """True for an expression that is a set, or that goes over one in its order; for a name, if all that the program assigns to it is."""
+    match node:
+        case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name(id="set" | "frozenset")):
+            return True
+        case _ if not depth:
+            return False
+        case ast.Call(func=ast.Name(id="list" | "tuple" | "enumerate" | "reversed"), args=[inner, *_]):
+            return is_set(inner, tree, depth - 1)
+        case ast.Call(func=ast.Attribute(value=inner, attr="union" | "intersection" | "difference" | "copy")):
+            return is_set(inner, tree, depth - 1)
+        case ast.BinOp(op=ast.BitAnd() | ast.BitOr() | ast.Sub() | ast.BitXor()):
+            return is_set(node.left, tree, depth - 1) or is_set(node.right, tree, depth - 1)
+        case ast.Name(id=name):
+            scopes = (function(tree, node.lineno), tree)
+            made = next((made for scope in scopes if scope is not None and (made := _bindings(name, scope))), [])
+        case ast.Attribute(value=ast.Name(id="self")):
+            made = _bindings(ast.unparse(node), tree)
+        case _:
+            return False
+    return bool(made) and all(is_set(value, tree, depth - 1) for value in made)
+
+
+def _bindings(name: str, scope: ast.AST) -> list[ast.expr | None]:
+    """Return the values that the code of a scope gives to a name; None for one that is not known, as of an argument."""
+    values: list[ast.expr | None] = []
+    bound = 0
+    for node in ast.walk(scope):
+        match node:
+            case ast.Assign(targets=[target]) | ast.AnnAssign(target=target) if ast.unparse(target) == name:
+                values.append(node.value)
+            case ast.AugAssign(target=target):  # leaves a set one
+                bound -= ast.unparse(target) == name
+            case ast.Name(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
+                bound += ast.unparse(node) == name
+            case ast.arg():
+                bound += node.arg == name
+    return values + [None] * (bound - len(values))
+
+
 def calls_in(files: Iterable[str], source: Source) -> Iterator[tuple[ast.Call, Site]]:
     """Yield the calls in files, each with its site."""
     for file in files:

@@ -75,7 +75,7 @@ def _order(s: Snapshot, source: Source) -> Finding | Abstained:
         guard = f": `{condition.text}` (line {condition.line})" if condition is not None else ""
         head = f"{rank_list(odd)} did not create the group of {rank_list(alone.ranks)}{at(alone.site)}{guard}; "
     every = tuple(sorted({q for g in made for q in g.ranks}))
-    each = "; ".join(f"a group of {rank_list(g.ranks)}{at(g.site)}" for g in made[:4])
+    each = " and ".join(f"a group of {rank_list(g.ranks)}{at(g.site)}" for g in made[:4])
     shown = (q for q in odd or every if q in s.ranks)
     return ORDER(
         culprits=odd, victims=[q for q in every if q not in odd],

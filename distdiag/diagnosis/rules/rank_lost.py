@@ -43,7 +43,7 @@ limits = Limits()
 _NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 _SENT = {signals.SIGUSR1, signals.SIGUSR2, signals.SIGTERM, signals.SIGHUP, signals.SIGINT}
 _EXITS = re.compile(r"(?i)exit|\bquit\b|\babort\b")  # in the line of a rank that ended by its own choice
-KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{site}", "{cost}", "{do}",
+KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{seen}{site}", "{cost}", "{do}",
     proved=True)  # fmt: skip
 CRASHED = Template(kind, "crashed", "{culprits} ended with {how}{site}{condition}", "{cost}", "{do}", proved=True)
 LEFT = Template(kind, "crashed", "{culprits} left with {how}{site}{condition}, and the launcher starts the ranks again: {restarts}", "this attempt ended",
@@ -145,13 +145,15 @@ def _lost(facts: Facts) -> Finding:
     by_choice = bool(code) and not elsewhere and _left(facts, first)
     restarts = f"{counted(s.restarts_left, 'restart')} left"
     ended = "the job cannot continue without it" if victims else "the job ended"
+    # only a crash in native code, and a call that it did not leave, have their line; else the newest sample may be older than the end
+    sampled = killed and first.current_site is not None and not (first.ended_waiting or first.signal in _NATIVE_CRASHES)
     return (KILLED if killed else LEFT if by_choice and s.restarts_left > 0 else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),
         waiting=wheres(s, (q for q, r in s.ranks.items() if q in victims and (r.blocked or r.ended_waiting or q in echoes))),
         step=first.step, first_seen_s=first.ended_s if first.ended_s is not None else s.t_s, signal=signal,
         how=shortened(first.exception or f"exit code {first.exit_code}", 200),
-        site=None if elsewhere else first.current_site, condition=condition,
+        site=None if elsewhere else first.current_site, seen=", last seen" if sampled else "", condition=condition,
         cost=ended if s.restarts_left <= 0 else f"{ATTEMPT}{s.attempt} ended; the launcher starts all ranks again ({restarts})",
         restarts=restarts,
         do=("see first what lets its memory grow (the finding on memory); else " if grown else "") + (
@@ -218,6 +220,6 @@ def _of_unknown_cause(s: Snapshot, cascade: Cascade) -> Finding:
     sites = (w for r in failed for w in where_stack(r, r.user_stack, "crashed" if echoes else None, 2))
     return (ECHOES if echoes else UNCONNECTED)(
         victims=cascade.others, where=sites, first_seen_s=min(times, default=None), first=first.rank,
-        error=shortened((first.exception or "no exception").splitlines()[0], 200),
+        error=shortened((first.exception or "no exception").partition("\n")[0], 200),
         site=first.current_site, do=connect_advice(s),
     )  # fmt: skip

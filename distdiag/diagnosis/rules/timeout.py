@@ -19,7 +19,7 @@ kind = kinds.TIMEOUT
 limits = None  # the backend's own timeout is the limit
 LATE = Template(kind, "late_rank",
     "{what} timed out on {victims}: {culprits} {culprits:was|were} alive and late{by}{site}",
-    "the job ended", "{kept}do that work on all ranks, or outside the step, or raise the group's timeout to cover it",
+    "the job ended", "{kept}do that work on all ranks, or {elsewhere}, or raise the group's timeout to cover it",
     proved=True)  # fmt: skip
 UNSEEN = Template(kind, "late_rank",
     "{what} timed out on {victims}{at_call}: {culprits} {culprits:was never seen and|were never seen, and at least one of them} had not come to it{by}",
@@ -40,5 +40,6 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         where=(w for r in late for w in where_stack(r, r.user_stack, None, 3)), waiting=map(where, victims),
         step=first.step, first_seen_s=since_s, what=call or ("a wait for a key of a store" if unset_key(first) else "a collective"),
         kept=kept_text(late[0].user_stack, first.user_stack, facts.cascade.ranks, facts.source) if late else "",
+        elsewhere="outside the step" if first.step else "before init_process_group, or in a job of its own",
         by=f" {'by more than' if late else 'for'} {rough_duration(waited_s)}" if waited_s else "", at_call=first.current_site,
     )  # fmt: skip

@@ -51,10 +51,12 @@ def handler_advice(who: str, what: str = "", guard: str = "") -> str:
     """Return what to do about an exception that some ranks caught and went on after.
 
     Args:
-        what: The exception, if known; else `guard` is the handler.
+        what: The exception, which the message has, if known; else `guard` is the handler.
     """
     find = (
-        f"fix what raised {what} on {who}" if what else f"find what {guard} caught on {who} (log its traceback), fix it"
+        f"fix what raised {what.partition(':')[0]} on {who}"
+        if what
+        else f"find what {guard} caught on {who} (log its traceback), fix it"
     )
     return f"{find}, or re-raise it, so that all ranks end; to go on after a failure, let all ranks agree on it first (all_reduce a flag)"
 

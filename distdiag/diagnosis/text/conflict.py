@@ -93,7 +93,7 @@ def message(snapshot: Snapshot, verdict: Verdict) -> str:
         texts = [texts[0] + f" where {texts[1]}", *texts[2:]]
     elif verdict.cause == "order_mismatch":
         reason = "; they make these calls in a different order, or not equally often" + reason
-    elif not any(testimony.name is Reason.ORDER for testimony in verdict.also):
+    elif not any(testimony.name is Reason.ORDER for testimony in verdict.evidence):
         reason = "; cannot tell which side is wrong" + reason
     call = f", {'both' if len(sides) == 2 else 'each'} as collective{number} of {group}" if number else f" ({group})"
     return f"{', '.join(texts)}{call}: {end}{reason}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+from msgspec.structs import replace
+
 from distdiag.diagnosis.culprit.verdict import Verdict
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.snapshot import Call, Snapshot
+from distdiag.diagnosis.model.snapshot import Call, RankState, Snapshot
 from distdiag.diagnosis.text import evidence
 from distdiag.diagnosis.text.incident import collective_text
-from distdiag.diagnosis.text.phrases import at, op_at
+from distdiag.diagnosis.text.phrases import at, op_at, op_text
 from distdiag.diagnosis.text.template import filled
 from distdiag.diagnosis.training_data import short_last_batch
 from distdiag.diagnosis.waits import compatible, messages
@@ -23,8 +25,10 @@ _HASHED = ", not by hash() of a string, which differs between processes"
 NEW_GROUP_ADVICE = "call new_group on all ranks, in the same order, also on those that are not members of the group"
 _PARTNERS = (
     "no message has its other end: ranks may have chosen partners that chose others: draw them with one seed on all ranks, or let one "
-    "rank choose and broadcast the pairs; else check peers, tags and how many messages each side makes"
+    "rank choose and broadcast the pairs; else {order}check peers, tags and how many messages each side makes"
 )
+_ORDER = "{rank} is in {own} before it {makes}s what {waiting} waits for{earlier}: let {rank} {makes} that first, or use i{op}{there}"
+_EARLIER = 4  # messages of a rank in one line, at least, all with one peer: that is no partner which it chooses
 _ONE_MORE = (
     "see whether {waiting} {waiting:makes|make} one message more, or another rank one fewer: a `continue` or `return` before it, a shorter loop; "
     "else check peers and tags"
@@ -110,7 +114,11 @@ def _advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, C
             mutual = any(c.peer in calls and calls[c.peer][1].peer == q for q, (_, c) in calls.items())
             if not first and not mutual:
                 by_message = [q for q, (_, c) in calls.items() if c.p2p]
-                return _PARTNERS if len(by_message) == len(calls) else filled(_ONE_MORE, waiting=by_message)
+                order, fixed = _order(snapshot, calls)
+                if order and fixed:
+                    return order
+                partners = filled(_PARTNERS, order=f"{order}; or " if order else "")
+                return partners if len(by_message) == len(calls) else filled(_ONE_MORE, waiting=by_message)
             pair = f"pair sends with receives: isend/irecv or batch_isend_irecv{first}"
             equal = "see whether both sides make equally many messages (micro-batches, a shorter last batch), with these peers and tags"
             return f"{pair}; else {equal}" if first else f"{equal}; if so, {pair}"
@@ -123,6 +131,40 @@ def _advice(snapshot: Snapshot, verdict: Verdict, calls: dict[int, tuple[Wait, C
         order += "; barriers that are to meet must be of one group"
     advised = verdict.testimony.advice or ("" if verdict.culprits else evidence.advice(verdict))
     return advised or order + _first_text(verdict, calls)
+
+
+def _order(snapshot: Snapshot, calls: dict[int, tuple[Wait, Call]]) -> tuple[str, bool]:
+    """Return which message a rank should make before the one that it is in, and True if the receivers' earlier messages show that ranks
+    do not choose their peers; nothing if no rank is in a message of the direction that another one waits for."""
+    messages_of = {q: call for q, (_, call) in calls.items() if call.p2p}
+    ways = {q: messages.direction_of(call) for q, call in messages_of.items()}
+    found = [
+        (ways[r] == "recv", r, q) for q, call in messages_of.items() if (r := call.peer) in ways and ways[q] != ways[r]
+    ]
+    if not found:
+        return "", False
+    _, rank, waiting = min(found)
+    own = messages_of[rank]
+    before = messages.other_end(snapshot.ranks[rank], waiting, messages_of[waiting])
+    receives_first = ways[rank] == "send" and own.peer in ways and ways[own.peer] == "recv"
+    text = filled(
+        _ORDER, rank=[rank], own=f"{op_text(own)}{_line(own)}", op=ways[rank], makes={"send": "send", "recv": "receive"}[ways[rank]],
+        waiting=[waiting], earlier=f" (earlier{_line(before)})" if before is not None and before.site is not None else "",
+        there=f", or let rank {own.peer} receive that of rank {rank} first" if receives_first else "",
+    )  # fmt: skip
+    receivers = ((snapshot.ranks[q], call) for q, call in messages_of.items() if ways[q] == "recv")
+    return text, all(_has_one_peer(state, call) for state, call in receivers)
+
+
+def _line(call: Call) -> str:
+    return at(call.site and replace(call.site, caller=None))
+
+
+def _has_one_peer(state: RankState, call: Call) -> bool:
+    """True if a rank's messages in the line of this one, whoever called it, all have its peer."""
+    here = (call.site.file, call.site.line) if call.site is not None else None
+    peers = [c.peer for c in state.calls if c.p2p and c.site is not None and (c.site.file, c.site.line) == here]
+    return len(peers) > _EARLIER and set(peers) == {call.peer}
 
 
 def _first_text(verdict: Verdict, calls: dict[int, tuple[Wait, Call]]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 from distdiag.diagnosis.model.findings import CollectiveRef, Where
@@ -9,6 +10,8 @@ from distdiag.diagnosis.model.snapshot import Call, RankState, Site, Snapshot, l
 from distdiag.terms.operations import op_name
 from distdiag.terms.sites import line_text
 
+# of a backend or of torch: where in its own source an error was raised
+_IN_SOURCE = re.compile(r"\[(?:enforce fail at )?[^][\s]{1,200}\.(?:cc|cpp|cu|h):\d+\] (?:err == 0\. )?")
 NO_PROGRESS = "the job makes no progress"  # what stuck ranks cost
 NO_PROGRESS_SINCE = "the job made no progress from then on"  # after the end, of a job that had made some
 NO_PROGRESS_MADE = "the job made no progress until it ended"  # the same, after the end
@@ -60,8 +63,9 @@ def both_sites(a: Site | None, b: Site | None) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return `text` on one line of at most `limit` characters, cut between words, with an ellipsis if it was cut."""
-    line = " ".join(text.split())
+    """Return `text` on one line of at most `limit` characters, without places in torch's source, cut between words, with an ellipsis if
+    it was cut."""
+    line = _IN_SOURCE.sub("", " ".join(text.split()))
     if len(line) <= limit:
         return line
     whole = line[: limit - 1].rpartition(" ")[0]

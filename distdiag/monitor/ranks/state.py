@@ -288,16 +288,16 @@ class RankView:
         return stack, site
 
     def _entered(self, sampled_s: float) -> Site | None:
-        """Return where the main thread entered a collective or a pass of DDP since its last sample, or None.
+        """Return where the main thread entered its newest collective or pass of DDP since its last sample, or None.
 
-        The page has it from the main thread itself: a rank may be killed before the next sample.
+        The page has it from the main thread itself: a rank may be killed before the next sample, also when it has left that call.
         """
-        h, calls = self.header, self.history.calls
-        last = calls[-1] if calls else None
-        if last is not None and last.completed_s is None and (last.entered_s or 0.0) > sampled_s:
-            return last.site
-        ddp = h.blocked == Blocked.DDP and (self.s(h.blocked_since_ns) or 0.0) > sampled_s
-        return self.decoder.site(h.blocked_site) if ddp else None
+        h, last = self.header, next((c for c in reversed(self.history.calls) if not c.other_thread), None)
+        entered_s = (last.entered_s or 0.0) if last is not None else 0.0
+        ddp_s = (self.s(h.blocked_since_ns) or 0.0) if h.blocked == Blocked.DDP else 0.0
+        if max(entered_s, ddp_s) <= sampled_s:
+            return None
+        return last.site if last is not None and entered_s > ddp_s else self.decoder.site(h.blocked_site)
 
     def _ended_s(self, life: str) -> float | None:
         """Return when the rank raised, else when its process ended."""

@@ -113,6 +113,34 @@ def test_partners_that_chose_others_are_told_to_agree() -> None:
     )
 
 
+@pytest.mark.parametrize("peers_change", [False, True])
+def test_a_stage_that_sends_to_the_last_one_before_the_next_one_sends_in_the_wrong_order(peers_change: bool) -> None:
+    """Stage 0 sends the labels first: the last stage receives them after the activations, which are still to be sent."""
+    forward, label, inputs = (Site("/job/pp.py", n, f) for n, f in ((28, "forward"), (46, "push"), (24, "inputs")))
+
+    def stage(r: int, op: str, peer: int, site: Site, *before: Call) -> RankState:
+        now = p2p(op, peer, 6 if op == "recv" else 1, site)
+        return messaging(
+            r, now, calls=(*before, now), issued={f"{c.op}:{c.peer}:0:default_pg": c.nth or 0 for c in before}
+        )
+
+    rounds = range(1, 6)
+    got = {r: [p2p("recv", 2 if peers_change and n == 2 else r - 1, n, inputs) for n in rounds] for r in (1, 2)}
+    sent = {r: [p2p("send", r + 1, n, forward) for n in rounds] for r in (0, 1)}
+    s = snapshot(
+        stage(0, "send", 2, label, *sent[0]),
+        stage(1, "recv", 0, inputs, *got[1], *sent[1]),
+        stage(2, "recv", 1, inputs, *got[2]),
+    )
+    f = only(s)
+    order = (
+        "rank 0 is in send to rank 2 at pp.py:46 in push before it sends what rank 1 waits for (earlier at pp.py:28 in forward): "
+        "let rank 0 send that first, or use isend, or let rank 2 receive that of rank 0 first"
+    )
+    assert f.cause == "p2p_cycle" and (f.advice == order) is not peers_change
+    assert order in f.advice and ("draw them with one seed" in f.advice) is peers_change
+
+
 def test_a_collective_of_a_cycle_that_a_condition_keeps_to_some_ranks_is_named() -> None:
     text, at = places("""
     def save(path):

@@ -123,8 +123,8 @@ def in_the_loop(r: int, seq: int, *saved: int, trained: tuple[int, ...] = ()) ->
 @pytest.mark.parametrize(
     ("waits", "trains", "culprits", "words"),
     [
-        ((61, 121, 160), (160, 61, 121), (1,), "after 39 collectives; earlier, all ranks got there after 60"),
-        ((61, 121, 181), (181, 61, 121), (0,), "back there after 60"),
+        ((61, 121, 160), (160, 61, 121), (1,), "again after 39 collectives; until now, all ranks made it every 60"),
+        ((61, 121, 181), (181, 61, 121), (0,), "all ranks made that call every 60 collectives"),
         ((1, 61, 121, 160), (160, 1, 61, 121), (1,), "after 39"),
         ((11, 61, 121, 160), (160, 11, 61, 121), (), "order"),  # no rhythm
         ((61, 121, 200), (200, 61, 121), (), "order"),  # a longer interval is no evidence

@@ -106,6 +106,19 @@ def test_a_dead_loader_worker_is_not_the_fault_of_the_line_where_torch_raises() 
     assert f.advice.startswith("a DataLoader worker died: read what it printed")
 
 
+@pytest.mark.parametrize(
+    ("died_by", "do"),
+    [
+        ("Segmentation fault", "a library of the dataset failed in native code"),
+        ("Killed", "if it was killed for memory"),
+    ],
+)
+def test_the_signal_that_ended_a_loader_worker_decides_what_to_do(died_by: str, do: str) -> None:
+    text = f"RuntimeError: DataLoader worker (pid 4338) is killed by signal: {died_by}"
+    f = only(ended(job(rank(0, life=Life.CRASHED, exception=text, ended_s=9.0), rank(1))))
+    assert f.advice.startswith(do)
+
+
 def test_what_a_worker_raised_is_looked_for_in_its_samples() -> None:
     text = "IndexError: list index out of range (in a DataLoader worker)"
     f = only(ended(job(rank(0, life=Life.CRASHED, exception=text, ended_s=9.0), rank(1))))
@@ -141,12 +154,13 @@ def test_the_state_quotes_no_rank_that_only_followed() -> None:
 
 
 def test_ranks_that_could_not_connect_blame_nobody() -> None:
-    text = "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused"
+    text = "RuntimeError: Gloo connectFullMesh failed with [/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:152] timed out connecting: "
+    text += "SO_ERROR: Connection refused, remote=[127.0.0.1]:32641$0"
     crashed = rank(0, life=Life.CRASHED, exception=text, ended_s=9.0)
     s = job(crashed, rank(1, life=Life.KILLED, signal=15, ended_s=9.5))
     f = only(ended(s))
     assert (f.kind, f.cause, f.culprits, f.victims) == ("rank_lost", "crashed", (), (0,))
-    assert "connectFullMesh" in f.message and "SOCKET_IFNAME" in f.advice
+    assert "timed out connecting: SO_ERROR: Connection refused, remote" in f.message and "SOCKET_IFNAME" in f.advice
     again = only(ended(job(*s.ranks.values(), attempt=1)))
     assert again.advice.startswith("the launcher's store may still have the addresses of an earlier init_process_group")
     late = only(ended(s, late=((1,), (0,))))
@@ -201,6 +215,18 @@ def test_a_killed_rank_is_lost_with_its_signal(number: int, name: str) -> None:
     )
     f = only(ended(s))
     assert (f.cause, f.culprits) == ("killed", (0,)) and name in f.message
+
+
+@pytest.mark.parametrize(
+    ("number", "waiting", "end"),
+    [(9, False, "SIGKILL, last seen at"), (9, True, "SIGKILL at"), (11, False, "SIGSEGV at")],
+)
+def test_where_a_rank_was_killed_is_known_in_a_call_and_of_a_native_crash(number: int, waiting: bool, end: str) -> None:
+    dead = rank(
+        0, life=Life.KILLED, signal=number, ended_s=9.0, ended_waiting=waiting, current_site=Site("/a.py", 3, "f")
+    )
+    f = only(ended(job(dead, rank(1, life=Life.CRASHED, exception=CLOSED, ended_s=9.2))))
+    assert f.message == f"rank 0 was killed by {end} a.py:3 in f"
 
 
 @pytest.mark.parametrize(("last_beat_s", "culprits"), [(8.9, (1,)), (9.3, ())])

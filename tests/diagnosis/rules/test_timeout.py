@@ -47,6 +47,13 @@ def test_a_timeout_names_the_late_rank() -> None:
     assert (f.kind, f.cause, f.culprits, f.victims) == ("timeout", "late_rank", (1,), (0,))
 
 
+@pytest.mark.parametrize(("step", "where"), [(0, "before init_process_group"), (7, "outside the step")])
+def test_work_that_is_late_before_the_first_step_is_not_told_to_leave_the_step(step: int, where: str) -> None:
+    failed = rank(0, life=Life.CRASHED, exception=TIMED_OUT, ended_s=9.0, step=step)
+    f = only(ended(job(failed, rank(1)), late=((1,), (0,))))
+    assert f.advice.startswith(f"do that work on all ranks, or {where}, ")
+
+
 def test_a_start_that_times_out_names_the_rank_that_was_never_seen() -> None:
     text = "torch.distributed.DistStoreError: Timed out after 61 seconds waiting for clients. 2/3 clients joined."
     name, site = "init_process_group 1", Site("/job/begin.py", 6, "main")

@@ -456,6 +456,29 @@ def node(tmp_path: Path, number: int, run: Path) -> OtherNodes:
     return OtherNodes(run, pages(tmp_path, number), number, 1, 3)
 
 
+def test_an_attempt_reads_nothing_that_the_one_before_left_in_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed import HashStore, distributed_c10d
+
+    store, exchanged = HashStore(), []
+    monkeypatch.setattr(distributed_c10d, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+
+    def exchange(_: OtherNodes, seen: Any) -> None:
+        exchanged.append(seen.check(["distdiag/nodes/0"]))
+        seen.set("distdiag/nodes/0", "x")
+
+    monkeypatch.setattr(OtherNodes, "exchange", exchange)
+    for attempt in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        (tmp_path / str(attempt)).mkdir()
+        one = node(tmp_path / str(attempt), 0, tmp_path)
+        assert one.begin()
+        one.stop()
+    assert exchanged == [False, False]
+
+
 def test_nodes_without_the_directory_are_connected_and_the_others_are_not(tmp_path: Path) -> None:
     store = Store()
     shared, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

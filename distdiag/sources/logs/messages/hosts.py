@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distdiag.diagnosis.known_errors import FULL_SHM, remedy
+from distdiag.diagnosis.known_errors import FULL_SHM, LOADER_FAULT, LOADER_KILLED, remedy
 from distdiag.sources.logs.message import C, E, F, H, Meaning, message
 
 MESSAGES = (
@@ -62,9 +62,9 @@ MESSAGES = (
        ("out of shared memory", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: Bus error"),
        meaning=Meaning("rank_lost", "crashed", "had a bus error or no shared memory (most often a full /dev/shm)", FULL_SHM), own=True, by_text=True),
     message("loader_killed", C, ("is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<signal>(?!Bus|Segm|Abort|Illegal|Float)\w[\w ]*)"),
-       meaning=Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {signal})", "if it was killed for memory (`dmesg -T | grep -i oom`), use fewer workers or less prefetch")),
+       meaning=Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {signal})", LOADER_KILLED)),
     message("loader_fault", C, ("is killed by signal", r"DataLoader worker \(pid[^)]{0,20}\) is killed by signal: (?P<what>Segmentation fault|Aborted|Illegal instruction|Floating point exception)"),
-       meaning=Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {what})", "a library of the dataset failed in native code, most often a decoder: find the sample (print its path in __getitem__), read it alone, leave it out or upgrade that library; the worker's stack shows the call (`python -X faulthandler`)")),
+       meaning=Meaning("rank_lost", "crashed", "lost a DataLoader worker (signal: {what})", LOADER_FAULT)),
     message("host_oom", E, ("oom_kill event", r"[1-9]\d* oom_kill event"),
        ("oom-kill event", r"[1-9]\d* oom-kill event"),
        ("emory limit", r"slurmstepd: error: .{0,60}[Ee]xceeded (?:job |step )?memory limit"),
