@@ -15,7 +15,7 @@ import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode, need
-from distdiag.streams import say, say_error, say_json
+from distdiag.streams import say, say_error, say_json, say_wrapped
 
 if TYPE_CHECKING:
     from distdiag.history.database import History
@@ -147,5 +147,5 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
         say_json(found)
     else:
         for line in as_lines(found):
-            say(line)
+            say_wrapped(line)
     return int(ExitCode.OK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +18,7 @@ from distdiag.store import rundir
 from distdiag.store.liveness import Monitor, monitor_of
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
-from distdiag.streams import say, wants_colour
+from distdiag.streams import columns, say, wants_colour
 from distdiag.terms.tables import wrapped
 from distdiag.terms.units import rough_duration
 
@@ -54,7 +53,7 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
 
 
 def print_text(report: Report) -> None:
-    width = max(40, min(shutil.get_terminal_size().columns, 140))
+    width = columns()
 
     def block(lines: Sequence[str], title: str = "") -> None:
         """Print lines after an empty one; nothing without lines."""

@@ -117,7 +117,7 @@ def _by_rank(findings: Iterable[Finding]) -> dict[int | None, list[dict[str, Any
     found: dict[int | None, list[dict[str, Any]]] = defaultdict(list)
     left = MOST_ROWS
     for f in findings:
-        sites = {w.rank: w for w in f.where}
+        sites = {w.rank: w for w in reversed(f.where)}  # the first of a rank: others are its callers
         blocks = f.kind in kinds.KINDS and kinds.of(f).blocks
         ranks = dict.fromkeys(f.culprits or (f.victims if blocks else ()) or (None,))
         left -= len(ranks)
@@ -130,7 +130,7 @@ def _by_rank(findings: Iterable[Finding]) -> dict[int | None, list[dict[str, Any
         for rank in ranks:
             site = sites.get(rank) if rank is not None else None
             where = {
-                "file": _text(site.file), "line": site.line if is_count(site.line) else None, "function": _text(site.function),
+                "file": _text(site.file and os.path.normpath(site.file)), "line": site.line if is_count(site.line) else None, "function": _text(site.function),
             } if site else {}  # fmt: skip
             found[rank].append(about | where)
     return found
