@@ -15,7 +15,7 @@ from distdiag.diagnosis.text.finding import checked_lines, finding_lines, in_the
 from distdiag.errors import ExitCode
 from distdiag.report.words import verdict
 from distdiag.store import rundir
-from distdiag.store.liveness import Monitor, monitor_of
+from distdiag.store.liveness import Monitor
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
 from distdiag.streams import columns, say, wants_colour
@@ -97,6 +97,6 @@ def notes_on_latest(path: Path) -> Iterator[str]:
     """
     for other in rundir.other_runs(path):
         with suppress(RunUnreadable), open_run(other) as run:
-            if monitor_of(run.meta) is Monitor.LIVE:
+            if run.monitor() is Monitor.LIVE:
                 command = f"distdiag diagnose {shlex.quote(rundir.shown(other))}"
                 yield f"another run here is not over ({printable(run.meta.get('state') or 'running')}): {printable(command)}"

@@ -19,7 +19,7 @@ from distdiag.errors import DistdiagError
 from distdiag.store import rundir
 from distdiag.store.liveness import number
 from distdiag.store.probes import hosts_and_bandwidth
-from distdiag.store.reader import Run, open_run, state_of
+from distdiag.store.reader import Run, open_run
 from distdiag.terms.untrusted import cut, encodable, is_count, visible
 
 MOST_ROWS = 200_000  # of one run: a crafted one must not fill the memory
@@ -88,7 +88,7 @@ def rows_of(run: Run) -> list[HistoryRow]:
     started, ended_s, world = (number(meta.get(key)) for key in ("started_unix_s", "ended_s", "world_size"))
     about: dict[str, Any] = {
         "run": encodable(str(run.path)), "name": _text(meta.get("name")), "started_unix_s": started, "duration_s": ended_s,
-        "state": state_of(meta), "world_size": None if world is None else int(world),
+        "state": run.state(meta)[0], "world_size": None if world is None else int(world),
     }  # fmt: skip
     found = _by_rank(run.findings())
     medians = {}

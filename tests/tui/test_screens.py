@@ -273,7 +273,7 @@ def test_a_job_that_was_killed_together_with_its_monitor_has_failed(runs: MakeRu
     directories.node_record(run, 0).write_text(f"{socket.gethostname()}:1:1 {directory}\n")
     snap = take(run, Ui(), pages()["ranks"], 80, 24)
     assert (snap.killed, job_state(snap).word, job_state(snap).do.split()[:2]) == (
-        True,
+        "ranks 0, 1 and the monitor were killed",
         "FAILED",
         ["distdiag", "diagnose"],
     )

@@ -166,6 +166,7 @@ class LastSeen(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float | None = None  # when it entered this collective
 
 
+KILLED = "and the monitor were killed"  # in the state's text if nothing was left to close the run
 STOPPED_BY = "stopped by"  # start of the state's text if only an external signal ended the ranks
 
 
