@@ -89,9 +89,9 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
 
 
 def brief_lines(f: Finding, width: int = WIDTH) -> list[str]:
-    """Return what a finding costs and what to do, for a list of findings: a line each, cut at its end."""
-    texts = (("cost", f.cost), ("do", f.advice))
-    return [f"  {label:<7}{visible(shortened(text, width - 9))}" for label, text in texts if text]
+    """Return what a finding costs, cut at the end of a line, and what to do, for a list of findings."""
+    texts = (("cost", shortened(f.cost, width - 9)), ("do", f.advice))
+    return [line for label, text in texts if text for line in wrapped(text, width, f"  {label:<7}")]
 
 
 def head_and_more(message: str) -> tuple[str, str]:
