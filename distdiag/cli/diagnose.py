@@ -51,8 +51,8 @@ def _of_files(targets: tuple[str, ...]) -> Report:
         report = diagnose_dumps(others, stopped=in_logs is not None and stopped(in_logs))
     except NoDumps as e:
         for target in targets:
-            if (runs := rundir.runs_below(Path(target))) is not None:
-                raise runs from e
+            if (below := rundir.run_below(Path(target))) is not None:
+                return _of_run(str(below))
         report = in_logs
         if report is None or not report.findings:
             stacks = diagnose_stacks(targets, dead=report is None)
