@@ -86,9 +86,9 @@ def columns() -> int:
     return max(40, min(shutil.get_terminal_size().columns, 140))
 
 
-def say_wrapped(text: str, *, err: bool = False) -> None:
+def say_wrapped(text: str, *, err: bool = False, flush: bool = False) -> None:
     """Print a text in as many lines as it needs."""
-    say("\n".join(wrapped(text, columns())), err=err)
+    say("\n".join(wrapped(text, columns())), err=err, flush=flush)
 
 
 def say_error(message: str, hint: str, *, flush: bool = False) -> None:
