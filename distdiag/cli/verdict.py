@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.model.findings import BAD_STATES, Report, Severity, at_least, still_open
+from distdiag.diagnosis.model.findings import BAD_STATES, Report, Severity, at_least, rank_list, still_open
 from distdiag.diagnosis.text.finding import checked_lines, finding_lines, in_the_past, last_seen_lines, printable
 from distdiag.errors import ExitCode
 from distdiag.report.words import verdict
@@ -62,7 +62,12 @@ def print_text(report: Report) -> None:
         for line in lines:
             say("\n".join(wrapped(line, width, "  " if title else "")))
 
-    for line in filter(None, (source(report), verdict(report))):
+    slow = (
+        f"{rank_list(c.ranks)} may be slower; not judged yet: {c.reason}"
+        for c in report.checks
+        if c.ranks and not c.checked
+    )
+    for line in filter(None, (source(report), verdict(report), next(slow, None))):
         say("\n".join(wrapped(line, width)))
     _print_findings(report, wants_colour()[1], width)
     block(last_seen_lines(report.last_seen), "last seen:")

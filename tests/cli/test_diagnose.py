@@ -107,6 +107,15 @@ def test_a_wait_that_is_not_judged_yet_is_in_the_verdict(tmp_path: Path, capsys:
     assert unwrapped(capsys.readouterr().out).startswith(f"running: {waits}; nothing else found, 2 of 2 ranks seen")
 
 
+def test_a_slow_rank_that_cannot_be_judged_is_in_the_second_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = json.dumps([{"kind": "straggler", "reason": "the cores are all in use", "ranks": [1]}])
+    assert main(["diagnose", a_run(tmp_path / "run", checks=checks)]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "rank 1 may be slower; not judged yet: the cores are all in use"
+
+
 def test_files_and_folders_together(tmp_path: Path) -> None:
     hung(tmp_path / "d")
     (tmp_path / "e").mkdir()

@@ -127,6 +127,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     cause: str | None = None
     checked: bool = False
     reason: str = ""  # the newest: why it could not be judged, or the veto; empty: found, or none
+    ranks: tuple[int, ...] = ()  # those that differ, but cannot be judged yet
 
 
 class Gradients(msgspec.Struct, frozen=True, kw_only=True):
