@@ -116,6 +116,14 @@ def test_a_slow_rank_that_cannot_be_judged_is_in_the_second_line(
     assert lines[1] == "rank 1 may be slower; not judged yet: the cores are all in use"
 
 
+def test_why_not_names_what_was_checked_and_who_was_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_run(tmp_path / "run", checks=json.dumps([{"kind": "deadlock", "checked": True}]), world_size=4)
+    assert main(["diagnose", run, "--why", "deadlock"]) == ExitCode.OK
+    text = unwrapped(capsys.readouterr().out)
+    assert text.startswith("deadlock: not found\n  checked for: missing_rank, order_mismatch, ")
+    assert "; 2 of 4 ranks seen\n  only partly judged: " in text
+
+
 def test_files_and_folders_together(tmp_path: Path) -> None:
     hung(tmp_path / "d")
     (tmp_path / "e").mkdir()
@@ -542,11 +550,15 @@ def test_the_last_lines_list_what_was_checked_and_what_was_not(
         f"  straggler: not checked: {few}",
     ]
     assert main(["diagnose", run, "--why", "memory"]) == ExitCode.OK
-    assert unwrapped(capsys.readouterr().out).splitlines() == ["memory: not found", "  memory: no growth"]
+    assert unwrapped(capsys.readouterr().out).splitlines() == [
+        "memory: not found",
+        "  memory: no growth",
+        "  checked for: growth, imbalance, headroom; 2 of 2 ranks seen",
+    ]
     assert main(["diagnose", run, "--why", "nonsense"]) == ExitCode.USAGE
     assert main(["diagnose", run, "--json"]) == ExitCode.OK
     assert json.loads(unwrapped(capsys.readouterr().out))["checks"][1] == {
-        "kind": "straggler", "cause": None, "checked": False, "reason": few
+        "kind": "straggler", "cause": None, "checked": False, "reason": few, "ranks": []
     }  # fmt: skip
 
 
