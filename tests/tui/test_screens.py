@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from distdiag.cli import main
 from distdiag.page import directories
 from distdiag.store.frames import RankRow
 from distdiag.store.opening import ReadStatus, RunUnreadable
@@ -367,3 +368,15 @@ def test_80_columns_hold_the_number_of_nodes_and_a_finding_of_two_lines(runs: Ma
     for page in ("timeline", "heat", "data"):
         text = "\n".join(_check(run, page, Ui(), 80, 24))
         assert "slowest in 46 of\n         the last 50 steps (suspected)" in text and "more lines" not in text
+
+
+def test_batches_without_a_loader_are_not_those_of_one(runs: MakeRun, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(runs(Scenario(ranks=2)), tmp_path / "run"))
+    con = sqlite3.connect(run / DATABASE)
+    con.execute("UPDATE loader SET fed = 1, length = NULL")
+    con.commit()
+    con.close()
+    shown = "\n".join(_check(run, "data", Ui(page="data"), 160, 30))
+    assert "no loader seen; batches enter the model at train.py:117" in shown
+    main(["report", str(run), "-o", str(tmp_path / "x.html")])
+    assert "no loader seen; batches enter the model at <code>" in (tmp_path / "x.html").read_text()
