@@ -112,7 +112,8 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
 
     \b
     distdiag history reports/
-    distdiag history reports/ --sql 'SELECT host, count(DISTINCT run) FROM findings GROUP BY host'
+    distdiag history reports/ \\
+        --sql 'SELECT host, count(DISTINCT run) FROM findings GROUP BY host'
 
     Exit codes: 0 asked, 2 bad option, file or SQL, 4 no run, 5 --sql took too long.
     """

@@ -65,9 +65,10 @@ def _ui(
 @click.option(
     "--screen",
     type=click.Choice(SCREENS),
+    metavar="NAME",
     default="ranks",
     show_default=True,
-    help="First screen, or the one to print.",
+    help=f"First screen, or the one to print: {', '.join(SCREENS)}.",
 )
 @click.option("--rank", type=click.IntRange(0, 1_000_000), help="Start on this rank's own screen.")
 @click.option(
@@ -104,7 +105,7 @@ def command(
 
     \b
     distdiag tui                     the newest run, live
-    distdiag tui --once              one screen as text, for a pipe or a bug report
+    distdiag tui --once              one screen as text, for a pipe or an issue
     distdiag tui --once --json       one snapshot as JSON
     distdiag tui --rank 5            start with rank 5
     distdiag tui --web               print an address for a browser
