@@ -189,3 +189,17 @@ def test_what_could_not_be_seen_is_in_the_summary_of_a_job_that_did_not_end_by_i
     assert ("[distdiag] nothing found\n" in printed) is not shown
     assert ("[distdiag] no error or warning found; 1 info:\n" in printed) is shown
     assert printed.count("not visible") == shown and "clock" not in printed
+
+
+def test_ranks_that_crashed_after_another_do_not_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lost = Finding(
+        kind="rank_lost", cause="crashed", severity=Severity.ERROR, certainty=Certainty.PROVED, culprits=(1,), victims=(0,),
+        message="rank 1 ended with KeyError", where=(Where(1, "t.py", 17, "target", "crashed"),),
+        waiting=(Where(0, "t.py", 36, "main", "crashed"),),
+    )  # fmt: skip
+    Announcer(tmp_path, quiet=False).finding(lost)
+    printed = capfd.readouterr().err
+    assert "t.py:17 in target (rank 1); ended too: t.py:36 in main (rank 0)" in printed
+    (tmp_path / "job.err").write_text(printed)
+    report = diagnose_logs([str(tmp_path / "job.err")])
+    assert report is not None and [w.line for w in report.findings[0].waiting] == [36]

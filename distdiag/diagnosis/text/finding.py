@@ -52,6 +52,12 @@ def listed(wheres: tuple[Where, ...]) -> str:
     return "; ".join(parts)
 
 
+def waiting_word(f: Finding) -> str:
+    """Return what the ranks in `waiting` do: those that failed after another one wait no more."""
+    ended = bool(f.waiting) and all(w.state in ("crashed", "exited", "killed") for w in f.waiting)
+    return "ended too" if ended else "waiting"
+
+
 def in_the_past(f: Finding) -> Finding:
     """Return an open finding in the past tense, without advice for a running job, for after the job's end."""
     message, cost = f.message, NO_PROGRESS_MADE if f.cost == NO_PROGRESS else f.cost
@@ -77,7 +83,7 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
         gone = f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)"
     where, waiting = listed(f.where), listed(f.waiting)
     if waiting and where not in ("", waiting):
-        where += f"; waiting: {waiting}"
+        where += f"; {waiting_word(f)}: {waiting}"
     head, more = head_and_more(f.message)
     lines = [("", f"{GLYPHS[severity]} {severity.upper()} {f.title}{certain}  {head}{gone}")]
     rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
