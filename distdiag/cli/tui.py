@@ -72,7 +72,11 @@ def _ui(
 )
 @click.option("--rank", type=click.IntRange(0, 1_000_000), help="Start on this rank's own screen.")
 @click.option(
-    "--at", "at_s", type=float, metavar="SECONDS", help="Show the run at this time, in seconds since it began."
+    "--at",
+    "at_s",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Show the run at this time, in seconds since it began.",
 )
 @click.option(
     "--filter",
@@ -116,6 +120,8 @@ def command(
 
     if as_json and not once:
         raise DistdiagError("--json needs --once", "`distdiag tui --once --json` prints one snapshot")
+    if theme is not None and once:
+        raise DistdiagError("--theme is for the live view", "leave it out with --once")
     ui = _ui(screen, rank, sort, reverse, filter_text, at_s, ascii_only)
     shape = _size(size)
     path = rundir.resolve(run)

@@ -261,7 +261,7 @@ def _check(options: Options, probe: str) -> None:
         raise DistdiagError("--svg draws the comparison of `step --ranks`", "add --ranks 1,2")
     if options.ranks:
         if probe != "step":
-            raise DistdiagError(f"--ranks compares strategies: {probe} has none", "distdiag probe step --ranks 1,2")
+            raise DistdiagError(f"--ranks compares strategies: {probe} has none", "--nproc 2 sets how many ranks run")
         if options.nproc is not None:
             raise DistdiagError("--nproc and --ranks both give the number of ranks", "leave --nproc out")
         if options.inject:
