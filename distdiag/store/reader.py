@@ -27,7 +27,6 @@ from distdiag.diagnosis.model.findings import (
     rank_list,
     ranks_seen,
 )
-from distdiag.diagnosis.model.snapshot import DEAD
 from distdiag.errors import need
 from distdiag.page import directories
 from distdiag.store import rundir
@@ -102,7 +101,7 @@ class Run(Database):
         """Return which ranks were killed together with the monitor, by the locks on the pages; None for any other run."""
         if monitor_of(meta) is Monitor.ENDED or not directories.abandoned(self.path):
             return None
-        ranks = [r.rank for r in self.ranks() if r.life not in (*DEAD, "missing", None)]
+        ranks = [r.rank for r in self.ranks() if r.life in ("starting", "running", "stopped", "silent")]
         return f"{rank_list(ranks)} {KILLED}" if ranks else None
 
     def state(self, meta: dict[str, str | None] | None = None) -> tuple[str, str | None]:
