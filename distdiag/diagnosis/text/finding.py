@@ -53,8 +53,8 @@ def listed(wheres: tuple[Where, ...]) -> str:
 
 
 def waiting_word(f: Finding) -> str:
-    """Return what the ranks in `waiting` do: those that failed after another one wait no more."""
-    ended = bool(f.waiting) and all(w.state in ("crashed", "exited", "killed") for w in f.waiting)
+    """Return what the ranks in `waiting` do: those that failed after a lost one wait no more."""
+    ended = f.kind == "rank_lost" and all(w.state in ("crashed", "exited", "killed") for w in f.waiting)
     return "ended too" if ended else "waiting"
 
 
