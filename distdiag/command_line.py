@@ -38,6 +38,7 @@ def usage_error(error: click.UsageError, prog: str) -> DistdiagError:
     """Return click's error as ours: one line, and the command whose help lists the options."""
     where = error.ctx.command_path if error.ctx else prog
     message = " ".join(error.format_message().split()).rstrip(".")  # click lists choices on lines of their own
+    message = message.replace("integer range", "whole number").replace("float range", "number")  # click's words
     return DistdiagError(message, f"`{where} --help` lists the options")
 
 

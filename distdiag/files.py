@@ -19,6 +19,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
+from distdiag.errors import DistdiagError
+
+MOST_WALKED = 1 << 17  # files and directories below one that a person has named
 MOST_BYTES = 64 << 20  # that a reader takes from one file
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _EXCLUSIVE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -101,6 +104,25 @@ def _maps_us_to(uid: int, _device: int, directory: str) -> bool:
         return os.fstat(fd).st_uid == uid
     finally:
         os.close(fd)
+
+
+def walk(directory: Path, depth: int | None = None) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield what `os.walk` does; with `depth`, of so many directories below, and of a large one the first files only.
+
+    Raises:
+        DistdiagError: it has more files than a job leaves: a person has named `/`, or a whole disk.
+    """
+    left, top = MOST_WALKED, len(directory.parts)
+    for folder, below, names in os.walk(directory):
+        left -= 1 + len(names)
+        if left < 0 and depth is not None:
+            return
+        if left < 0:
+            what = f"{directory} has more than {MOST_WALKED:,} files and directories"
+            raise DistdiagError(what, "name the directory of the job's run, dumps or logs", kind="too_large")
+        if depth is not None and len(Path(folder).parts) - top >= depth:
+            below.clear()
+        yield folder, below, names
 
 
 def user_name(uid: int) -> str:

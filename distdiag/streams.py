@@ -9,10 +9,12 @@ import codecs
 import io
 import os
 import re
+import shutil
 import sys
 import unicodedata
 from typing import Any
 
+from distdiag.terms.tables import wrapped
 from distdiag.terms.untrusted import INVISIBLE, cut, visible
 
 _PLAIN = {
@@ -77,6 +79,16 @@ def say(text: str = "", *, err: bool = False, drawn: bool = False, flush: bool =
     parts = _COLOURS.split(text) if drawn else [text]
     shown = "".join(p if i % 2 else "\n".join(map(visible, p.split("\n"))) for i, p in enumerate(parts))
     print(shown, file=sys.stderr if err else sys.stdout, flush=flush)
+
+
+def columns() -> int:
+    """Return how many columns a text may have: those of the terminal, 80 in a pipe."""
+    return max(40, min(shutil.get_terminal_size().columns, 140))
+
+
+def say_wrapped(text: str, *, err: bool = False, flush: bool = False) -> None:
+    """Print a text in as many lines as it needs."""
+    say("\n".join(wrapped(text, columns())), err=err, flush=flush)
 
 
 def say_error(message: str, hint: str, *, flush: bool = False) -> None:

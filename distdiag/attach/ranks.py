@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 
 from distdiag import procfs
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.files import user_name
 from distdiag.terms.launchers import LAUNCHERS, MPICH, OPEN_MPI, RANKS, TORCHRUN
@@ -86,10 +87,25 @@ class Job:
         return next((p for p in self.processes if p.recorded), None)
 
     @property
+    def script(self) -> str:
+        """Return the script of the ranks; of those that multiprocessing starts, that of their parent."""
+        spawned = "multiprocessing" in " ".join(self.processes[0].command)
+        return self.names[-1] if spawned else self.processes[0].script
+
+    @property
+    def described(self) -> str:
+        """Return `job train.py: launcher 41, ranks 0–1 (pids 42, 43)`."""
+        ranks = [p.rank for p in self.processes]
+        who = counted(len(ranks), "rank") if None in ranks else rank_list([r for r in ranks if r is not None])
+        pids = ", ".join(str(p.pid) for p in self.processes[:LISTED]) + " …" * (len(ranks) > LISTED)
+        launcher = f"launcher {self.launcher}, " if self.launcher is not None else ""
+        return f"job {self.script}: {launcher}{who} (pid{'s' * (len(ranks) > 1)} {pids})"
+
+    @property
     def title(self) -> str:
         """Return `41 (train.py, 4 ranks, MASTER_PORT 29500)`: what `--job` takes, and what it is."""
         port = f", MASTER_PORT {visible(self.env['MASTER_PORT'])[:12]}" if "MASTER_PORT" in self.env else ""
-        return f"{self.names[0]} ({self.processes[0].script}, {counted(len(self.processes), 'rank')}{port}{', recorded' if self.recorded else ''})"
+        return f"{self.names[0]} ({self.script}, {counted(len(self.processes), 'rank')}{port}{', recorded' if self.recorded else ''})"
 
     def expected(self, ranks: Collection[int]) -> set[int]:
         """Return the ranks that this host should have, `ranks` included."""

@@ -81,7 +81,7 @@ def app(context: click.Context) -> None:
     """Who is slow, who is stuck, at which line: diagnostics for distributed PyTorch jobs while they run.
 
     \b
-    DISTDIAG=1 torchrun --nproc-per-node 8 train.py …        record any script, unchanged
+    DISTDIAG=1 torchrun --nproc-per-node 8 train.py …   record any script
     distdiag tui                                             watch it
     distdiag diagnose                                        the verdict
     """

@@ -6,7 +6,7 @@ import click
 
 from distdiag.cli.options import ascii_option, fail_on_option
 from distdiag.errors import DistdiagError
-from distdiag.streams import say_json
+from distdiag.streams import say_json, say_wrapped
 
 
 @click.command()
@@ -40,7 +40,10 @@ def command(pids: tuple[int, ...], job: str | None, here: bool, ras: bool, as_js
         hint = "`distdiag attach --here` takes the only job of this user"
         raise DistdiagError("name the job: PID…, --job NAME or --here", hint)
     py_spy()
-    report = attach(ranks.chosen(pids, job, ranks.jobs_here()), ras)
+    chosen = ranks.chosen(pids, job, ranks.jobs_here())
+    if not as_json:
+        say_wrapped(chosen.described, flush=True)
+    report = attach(chosen, ras)
     if as_json:
         say_json(report)
     else:

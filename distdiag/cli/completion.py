@@ -18,7 +18,7 @@ def command(shell: str) -> None:
 
     \b
     distdiag completion bash > ~/.local/share/bash-completion/completions/distdiag
-    distdiag completion zsh > ~/.zfunc/_distdiag          # ~/.zfunc must be in fpath
+    distdiag completion zsh > ~/.zfunc/_distdiag       # ~/.zfunc must be in fpath
     distdiag completion fish > ~/.config/fish/completions/distdiag.fish
     """
     from click.shell_completion import get_completion_class

@@ -16,7 +16,7 @@ import msgspec
 
 from distdiag.cli.options import ascii_option, fail_on_option
 from distdiag.cli.verdict import exit_code, notes_on_latest, print_text
-from distdiag.diagnosis.model.findings import BAD_STATES, Report, Severity, at_least, still_open
+from distdiag.diagnosis.model.findings import BAD_STATES, Report, Severity, at_least, ranks_seen, still_open
 from distdiag.diagnosis.text.finding import finding_lines, in_the_past, printable, why_lines
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.page import directories
@@ -24,7 +24,7 @@ from distdiag.store import rundir
 from distdiag.store.liveness import MONITOR_LOG, failure_of
 from distdiag.store.opening import RunUnreadable, locate
 from distdiag.store.reader import open_run
-from distdiag.streams import say, say_json
+from distdiag.streams import say, say_json, say_wrapped
 from distdiag.terms.units import counted
 
 TAKE_OVER_S = 40.0  # most for a monitor to judge the run, or close that of a job that ended
@@ -51,8 +51,8 @@ def _of_files(targets: tuple[str, ...]) -> Report:
         report = diagnose_dumps(others, stopped=in_logs is not None and stopped(in_logs))
     except NoDumps as e:
         for target in targets:
-            if (runs := rundir.runs_below(Path(target))) is not None:
-                raise runs from e
+            if (below := rundir.run_below(Path(target))) is not None:
+                return _of_run(str(below))
         report = in_logs
         if report is None or not report.findings:
             stacks = diagnose_stacks(targets, dead=report is None)
@@ -251,6 +251,11 @@ def _print_why(report: Report, kind: str) -> None:
         raise DistdiagError(f"there is no kind of finding '{kind}'", f"one of {', '.join(KINDS)}")
     for line in why_lines(kind, report.checks, report.findings):
         say(printable(line))
+    if any(c.kind == kind and c.checked for c in report.checks):
+        causes = f"checked for: {', '.join(KINDS[kind].causes)}; " if KINDS[kind].causes else ""
+        say_wrapped(f"  {causes}{ranks_seen(report.ranks_seen, report.world_size)}")
+    if report.unjudged:
+        say_wrapped(f"  only partly judged: {report.unjudged}")
     for f in report.findings:
         if f.kind == kind:
             say("\n".join(["", *finding_lines(in_the_past(f) if report.ended_ago_s is not None else f)]))

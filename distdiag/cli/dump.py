@@ -8,7 +8,7 @@ import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode
-from distdiag.streams import say, say_json
+from distdiag.streams import say, say_json, say_wrapped
 
 
 @click.command()
@@ -58,18 +58,18 @@ def command(run: str | None, as_json: bool, timeout_s: float, no_save: bool) -> 
             written = dump.save(run_dir, now_s, dumps)
             recorded = (len(written) - 1) // 2  # each rank in two formats
             folder = printable(str(run_dir / "flight_recorder"))
-            say(f"saved: the stacks in {printable(str(written[0]))}", err=True)
+            say_wrapped(f"saved: the stacks in {printable(str(written[0]))}", err=True)
             if recorded:
-                say(
+                say_wrapped(
                     f"saved: the flight records of {counted(recorded, 'rank')} in {folder} (JSON, and for torchfrtrace)",
                     err=True,
                 )
         except OSError as e:
-            say(f"distdiag: not saved: {e.strerror or e}", err=True)
+            say_wrapped(f"distdiag: not saved: {e.strerror or e}", err=True)
     if silent:
-        say(f"distdiag: no answer from {rank_list(silent)} within {timeout_s:g} s", err=True)
+        say_wrapped(f"distdiag: no answer from {rank_list(silent)} within {timeout_s:g} s", err=True)
     for reason in nodes_silent:
-        say(f"distdiag: {printable(reason)}", err=True)
+        say_wrapped(f"distdiag: {printable(reason)}", err=True)
     if not no_save:
-        say(f"next: distdiag diagnose {printable(shlex.quote(str(run_dir)))}", err=True)
+        say_wrapped(f"next: distdiag diagnose {printable(shlex.quote(str(run_dir)))}", err=True)
     return int(ExitCode.TIMEOUT if silent or nodes_silent else ExitCode.OK)

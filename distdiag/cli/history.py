@@ -15,7 +15,7 @@ import click
 
 from distdiag.cli.options import ascii_option
 from distdiag.errors import DistdiagError, ExitCode, need
-from distdiag.streams import say, say_error, say_json
+from distdiag.streams import say, say_error, say_json, say_wrapped
 
 if TYPE_CHECKING:
     from distdiag.history.database import History
@@ -112,7 +112,8 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
 
     \b
     distdiag history reports/
-    distdiag history reports/ --sql 'SELECT host, count(DISTINCT run) FROM findings GROUP BY host'
+    distdiag history reports/ \\
+        --sql 'SELECT host, count(DISTINCT run) FROM findings GROUP BY host'
 
     Exit codes: 0 asked, 2 bad option, file or SQL, 4 no run, 5 --sql took too long.
     """
@@ -147,5 +148,5 @@ def command(sources: tuple[str, ...], parquet: str | None, force: bool, sql: str
         say_json(found)
     else:
         for line in as_lines(found):
-            say(line)
+            say_wrapped(line)
     return int(ExitCode.OK)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from distdiag.cli.options import ascii_option
+from distdiag.diagnosis.model.findings import State
 from distdiag.errors import DistdiagError, ExitCode
 from distdiag.streams import say, say_json
 
@@ -82,6 +85,8 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     from distdiag.monitor.evidence import dump, profile_of_nodes, request_profile
     from distdiag.page.profile_files import MAX_STEPS
     from distdiag.store import rundir
+    from distdiag.store.opening import RunUnreadable
+    from distdiag.store.reader import open_run
 
     if not 1 <= steps <= MAX_STEPS:
         raise DistdiagError(f"--steps {steps} is not between 1 and {MAX_STEPS}", "for example --steps 3")
@@ -93,6 +98,10 @@ def command(run: str | None, ranks: str | None, steps: int, culprit: bool, timeo
     wanted = _ranks(ranks)
     run_dir = rundir.resolve(run)
     views = dump.living(run_dir)
+    with suppress(RunUnreadable), open_run(run_dir) as opened:
+        if opened.state()[0] == State.DEADLOCKED:  # no step can come that would be profiled
+            hint = f"distdiag diagnose {shlex.quote(str(run_dir))}"
+            raise DistdiagError("the job is deadlocked", hint, ExitCode.NO_DATA, "no_profile")
     chosen = None
     if culprit:
         chosen = _culprit(run_dir, views)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -31,6 +33,7 @@ def command(rest: tuple[str, ...], **options: Any) -> None:
     """
     launcher, script = split(list(rest))
     _check_names(launcher)
+    _check_number(launcher)
     later = read(_among_torchruns, launcher, "distdiag run")
     launcher = list(later["rest"])
     options = {name: later[name] or value for name, value in options.items()}
@@ -77,6 +80,14 @@ def _check_names(options: list[str]) -> None:
         longer = [k for k in known if k.startswith(name)] or difflib.get_close_matches(name, known, 1, 0.8)
         if longer and name not in known:
             raise DistdiagError(f"no option {name}", f"did you mean {longer[0]}?")
+
+
+def _check_number(options: list[str]) -> None:
+    """Check the number of ranks: for 0 torchrun has an AssertionError without a text."""
+    words = [word for a in options for word in a.split("=", 1)]
+    for name, value in pairwise(words):
+        if name.replace("_", "-") == "--nproc-per-node" and re.fullmatch(r"-?\d+", value) and int(value) < 1:
+            raise DistdiagError(f"{name} {value}: no rank", "give 1 or more, or leave it out: one rank per GPU")
 
 
 def split(rest: list[str]) -> tuple[list[str], list[str]]:

@@ -65,13 +65,18 @@ def _ui(
 @click.option(
     "--screen",
     type=click.Choice(SCREENS),
+    metavar="NAME",
     default="ranks",
     show_default=True,
-    help="First screen, or the one to print.",
+    help=f"First screen, or the one to print: {', '.join(SCREENS)}.",
 )
 @click.option("--rank", type=click.IntRange(0, 1_000_000), help="Start on this rank's own screen.")
 @click.option(
-    "--at", "at_s", type=float, metavar="SECONDS", help="Show the run at this time, in seconds since it began."
+    "--at",
+    "at_s",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Show the run at this time, in seconds since it began.",
 )
 @click.option(
     "--filter",
@@ -104,7 +109,7 @@ def command(
 
     \b
     distdiag tui                     the newest run, live
-    distdiag tui --once              one screen as text, for a pipe or a bug report
+    distdiag tui --once              one screen as text, for a pipe or an issue
     distdiag tui --once --json       one snapshot as JSON
     distdiag tui --rank 5            start with rank 5
     distdiag tui --web               print an address for a browser
@@ -115,6 +120,8 @@ def command(
 
     if as_json and not once:
         raise DistdiagError("--json needs --once", "`distdiag tui --once --json` prints one snapshot")
+    if theme is not None and once:
+        raise DistdiagError("--theme is for the live view", "leave it out with --once")
     ui = _ui(screen, rank, sort, reverse, filter_text, at_s, ascii_only)
     shape = _size(size)
     path = rundir.resolve(run)

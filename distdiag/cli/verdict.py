@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -11,15 +10,15 @@ from pathlib import Path
 import click
 
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.model.findings import BAD_STATES, Report, Severity, at_least, still_open
+from distdiag.diagnosis.model.findings import BAD_STATES, Report, Severity, at_least, rank_list, still_open
 from distdiag.diagnosis.text.finding import checked_lines, finding_lines, in_the_past, last_seen_lines, printable
 from distdiag.errors import ExitCode
 from distdiag.report.words import verdict
 from distdiag.store import rundir
-from distdiag.store.liveness import Monitor, monitor_of
+from distdiag.store.liveness import Monitor
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
-from distdiag.streams import say, wants_colour
+from distdiag.streams import columns, say, wants_colour
 from distdiag.terms.tables import wrapped
 from distdiag.terms.units import rough_duration
 
@@ -54,7 +53,7 @@ def exit_code(report: Report, threshold: str) -> ExitCode:
 
 
 def print_text(report: Report) -> None:
-    width = max(40, min(shutil.get_terminal_size().columns, 140))
+    width = columns()
 
     def block(lines: Sequence[str], title: str = "") -> None:
         """Print lines after an empty one; nothing without lines."""
@@ -63,7 +62,12 @@ def print_text(report: Report) -> None:
         for line in lines:
             say("\n".join(wrapped(line, width, "  " if title else "")))
 
-    for line in filter(None, (source(report), verdict(report))):
+    slow = (
+        f"{rank_list(c.ranks)} may be slower; not judged yet: {c.reason}"
+        for c in report.checks
+        if c.ranks and not c.checked
+    )
+    for line in filter(None, (source(report), verdict(report), next(slow, None))):
         say("\n".join(wrapped(line, width)))
     _print_findings(report, wants_colour()[1], width)
     block(last_seen_lines(report.last_seen), "last seen:")
@@ -98,6 +102,6 @@ def notes_on_latest(path: Path) -> Iterator[str]:
     """
     for other in rundir.other_runs(path):
         with suppress(RunUnreadable), open_run(other) as run:
-            if monitor_of(run.meta) is Monitor.LIVE:
+            if run.monitor() is Monitor.LIVE:
                 command = f"distdiag diagnose {shlex.quote(rundir.shown(other))}"
                 yield f"another run here is not over ({printable(run.meta.get('state') or 'running')}): {printable(command)}"

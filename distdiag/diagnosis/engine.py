@@ -48,7 +48,9 @@ class Checks:
                 self._judged.add(key)
             elif key in self._judged:  # says more than that the job has ended, or stalls
                 continue
-            self._known[key] = Check(kind=kind, cause=x.cause, checked=checked, reason=x.reason)
+            self._known[key] = Check(
+                kind=kind, cause=x.cause, checked=checked, reason=x.reason, ranks=x.ranks if x.undecided else ()
+            )
 
     @property
     def all(self) -> tuple[Check, ...]:

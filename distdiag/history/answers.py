@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
+from distdiag.store import rundir
 from distdiag.terms.sites import line_text
 from distdiag.terms.statistics import find_change, interval_of_share
 from distdiag.terms.units import counted
@@ -178,7 +180,7 @@ def as_lines(found: Answers) -> list[str]:
     out += [f"  {h.host}: {h.kind} in {_share(h.count, h.runs, h.ci95)} runs" for h in hosts]
     out += ["", f"Lines named in {'more than one run' if repeated else 'one run each'}:"] if lines else []
     out += [
-        f"  {line_text(x.file, x.line, x.function)}: {x.kind} in "
+        f"  {line_text(rundir.shown(Path(x.file)), x.line, x.function)}: {x.kind} in "
         + (f"{_share(x.count, x.runs, x.ci95)} runs of {x.name}" if repeated else ", ".join(x.examples))
         for x in lines
     ]

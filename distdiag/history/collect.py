@@ -19,7 +19,7 @@ from distdiag.errors import DistdiagError
 from distdiag.store import rundir
 from distdiag.store.liveness import number
 from distdiag.store.probes import hosts_and_bandwidth
-from distdiag.store.reader import Run, open_run, state_of
+from distdiag.store.reader import Run, open_run
 from distdiag.terms.untrusted import cut, encodable, is_count, visible
 
 MOST_ROWS = 200_000  # of one run: a crafted one must not fill the memory
@@ -88,7 +88,7 @@ def rows_of(run: Run) -> list[HistoryRow]:
     started, ended_s, world = (number(meta.get(key)) for key in ("started_unix_s", "ended_s", "world_size"))
     about: dict[str, Any] = {
         "run": encodable(str(run.path)), "name": _text(meta.get("name")), "started_unix_s": started, "duration_s": ended_s,
-        "state": state_of(meta), "world_size": None if world is None else int(world),
+        "state": run.state(meta)[0], "world_size": None if world is None else int(world),
     }  # fmt: skip
     found = _by_rank(run.findings())
     medians = {}
@@ -117,7 +117,7 @@ def _by_rank(findings: Iterable[Finding]) -> dict[int | None, list[dict[str, Any
     found: dict[int | None, list[dict[str, Any]]] = defaultdict(list)
     left = MOST_ROWS
     for f in findings:
-        sites = {w.rank: w for w in f.where}
+        sites = {w.rank: w for w in reversed(f.where)}  # the first of a rank: others are its callers
         blocks = f.kind in kinds.KINDS and kinds.of(f).blocks
         ranks = dict.fromkeys(f.culprits or (f.victims if blocks else ()) or (None,))
         left -= len(ranks)
@@ -130,7 +130,7 @@ def _by_rank(findings: Iterable[Finding]) -> dict[int | None, list[dict[str, Any
         for rank in ranks:
             site = sites.get(rank) if rank is not None else None
             where = {
-                "file": _text(site.file), "line": site.line if is_count(site.line) else None, "function": _text(site.function),
+                "file": _text(site.file and os.path.normpath(site.file)), "line": site.line if is_count(site.line) else None, "function": _text(site.function),
             } if site else {}  # fmt: skip
             found[rank].append(about | where)
     return found

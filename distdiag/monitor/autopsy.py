@@ -19,7 +19,7 @@ from distdiag import files, source_files
 from distdiag.diagnosis.endings import ending_kind
 from distdiag.diagnosis.engine import Diagnosis, Record
 from distdiag.diagnosis.history import SAME_S
-from distdiag.diagnosis.model.findings import CollectiveRef, LastSeen, Report, State, rank_list
+from distdiag.diagnosis.model.findings import KILLED, CollectiveRef, LastSeen, Report, State, rank_list
 from distdiag.diagnosis.model.snapshot import DEAD, Call, Life, RankState, Snapshot
 from distdiag.diagnosis.text.phrases import reference, shortened
 from distdiag.errors import described
@@ -207,7 +207,7 @@ def _judged(s: Snapshot, base: Report, times: Sequence[float]) -> Diagnosis:
 
 
 def _state_text(killed: Sequence[int], kills: int | None) -> str:
-    return f"{rank_list(killed)} and the monitor were killed; {deaths.killed_text(kills) if kills else 'by whom is not known'}"
+    return f"{rank_list(killed)} {KILLED}; {deaths.killed_text(kills) if kills else 'by whom is not known'}"
 
 
 def _order(killed: Sequence[int], seen: dict[int, float]) -> Iterator[str]:

@@ -373,10 +373,13 @@ def _interrupted(error: BaseException) -> bool:
 
 
 def _command() -> str:
-    try:
-        arguments = Path("/proc/self/cmdline").read_bytes().decode("utf-8", "replace").rstrip("\0").split("\0")
-    except OSError:
-        arguments = sys.argv
+    arguments = sys.argv
+    with contextlib.suppress(OSError):
+        for process in ("self", str(os.getppid())):
+            text = Path("/proc", process, "cmdline").read_bytes().decode("utf-8", "replace")
+            arguments = text.rstrip("\0").split("\0")
+            if "from multiprocessing." not in text:  # that of `mp.spawn` names no script: its parent's does
+                break
     return " ".join(arguments if secrets.kept() else secrets.mask(arguments))[:2000]
 
 

@@ -102,7 +102,7 @@ def compare_runs(runs: Sequence[Run], skip: int | None = None, limit_pct: float 
             Column(
                 run=encodable(str(run.path)),
                 name=run.path.resolve().name,
-                state=run.meta.get("state") or "waiting",
+                state=run.state()[0],
                 world_size=None if (n := number(run.meta.get("world_size"))) is None else int(n),
                 torch=versions(run).get("torch"),
                 skipped_steps=left_out,

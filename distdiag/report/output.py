@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +21,14 @@ def new_file(path: Path, force: bool = False, own: bool = False) -> Iterator[IO[
     """
     if path.is_dir():
         raise DistdiagError(f"{path} is a directory", f"name a file: -o {path / 'report.html'}")
+    if not path.parent.is_dir():
+        raise DistdiagError(
+            f"there is no directory {path.parent}", f"create it: mkdir -p {shlex.quote(str(path.parent))}"
+        )
     there = DistdiagError(f"{path} is there already", "--force overwrites it, -o FILE writes another one")
     if os.path.lexists(path) and not force:
         raise there
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path.parent, path.name, own, over=force) as part, part.open("wb") as f:
             yield f
     except FileExistsError:  # made meanwhile

@@ -105,7 +105,7 @@ def _table(title: str, columns: Sequence[Column], rows: Sequence[object]) -> lis
     cells = [[head.lstrip("<") for head, *_ in columns]]
     cells += [[visible(show(getattr(row, name))) for _, name, show in columns] for row in rows]
     left = [i for i, (head, *_) in enumerate(columns) if head.startswith("<")]
-    return [title, *(f"  {line}".rstrip() for line in table(cells, left))]
+    return [*wrapped(title), *(f"  {line}".rstrip() for line in table(cells, left))]
 
 
 def _word(value: object) -> str:

@@ -6,6 +6,7 @@ import time
 
 from distdiag.diagnosis.model.findings import (
     BAD_STATES,
+    KILLED,
     NO_ERROR,
     STOPPED_BY,
     Gradients,
@@ -105,8 +106,8 @@ def verdict(report: Report) -> str:
         for word, s in (("error", Severity.ERROR), ("warning", Severity.WARNING))
         if (n := sum(f.severity == s for f in open_ones))
     ]
-    killed = bool(report.last_seen) and report.ended_ago_s is not None
-    stopped = report.state_text if killed or (report.state_text or "").startswith(STOPPED_BY) else None
+    text = report.state_text or ""
+    stopped = text if KILLED in text or text.startswith(STOPPED_BY) else None
     if not counts:
         return _verdict_without_findings(report, stopped, infos=len(open_ones), seen=seen)
     culprits = sorted({r for f in open_ones if f.severity == Severity.ERROR for r in f.culprits})

@@ -16,8 +16,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Certainty, Check, Finding, Report, Severity, State, ranks_seen
+from distdiag.diagnosis.model.findings import (
+    KILLED,
+    Certainty,
+    Check,
+    Finding,
+    Report,
+    Severity,
+    State,
+    rank_list,
+    ranks_seen,
+)
 from distdiag.errors import need
+from distdiag.page import directories
 from distdiag.store import rundir
 from distdiag.store.database import Database
 from distdiag.store.frames import TABLE_COLUMNS, Frame, RankRow, unpack_table
@@ -82,7 +93,22 @@ class Run(Database):
 
     def monitor(self, meta: dict[str, str | None] | None = None) -> Monitor:
         """Return whether the run is still being written."""
-        return monitor_of(self.meta if meta is None else meta)
+        meta = self.meta if meta is None else meta
+        found = monitor_of(meta)
+        return Monitor.GONE if found is Monitor.LIVE and self.killed(meta) else found
+
+    def killed(self, meta: dict[str, str | None]) -> str | None:
+        """Return which ranks were killed together with the monitor, by the locks on the pages; None for any other run."""
+        if monitor_of(meta) is Monitor.ENDED or not directories.abandoned(self.path):
+            return None
+        ranks = [r.rank for r in self.ranks() if r.life in ("starting", "running", "stopped", "silent")]
+        return f"{rank_list(ranks)} {KILLED}" if ranks else None
+
+    def state(self, meta: dict[str, str | None] | None = None) -> tuple[str, str | None]:
+        """Return the state of the job, and what decided it."""
+        meta = self.meta if meta is None else meta
+        killed = self.killed(meta)
+        return (State.FAILED, killed) if killed else (state_of(meta), meta.get("state_text") or None)
 
     def findings(self) -> tuple[Finding, ...]:
         """Return all findings, worst and newest first, cleared ones last."""
@@ -116,18 +142,19 @@ class Run(Database):
             unjudged = ranks_seen(seen, None if world is None else int(world))
         if self.note:
             notes.append(self.note)
+        state, state_text = self.state(meta)
         started, ended_s = number(meta.get("started_unix_s")), number(meta.get("ended_s"))
         age_s = None if started is None else max(0.0, time.time() - started)
         return Report(
             run=encodable(str(self.path)),
-            state=state_of(meta),
+            state=state,
             world_size=None if world is None or not is_rank(int(world)) else int(world),
             ranks_seen=seen,
             findings=self.findings(),
             notes=tuple(notes),
             checks=self.checks(meta),
             unjudged=unjudged,
-            state_text=meta.get("state_text") or None,
+            state_text=state_text,
             command=meta.get("command") or None,
             age_s=age_s,
             ended_ago_s=None if age_s is None or ended_s is None else max(0.0, age_s - ended_s),

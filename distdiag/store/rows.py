@@ -195,6 +195,7 @@ class LoaderRow(Row, frozen=True, kw_only=True):
     workers: int | None = None
     fingerprint: int | None = None  # of the first batches of this epoch; equal on two ranks = same data
     previous_fingerprint: int | None = None
+    fed: bool | None = None  # no loader: what a module was given, where it was called
 
 
 class Event(msgspec.Struct, frozen=True):

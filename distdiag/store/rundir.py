@@ -25,6 +25,7 @@ DATABASE = "run.db"
 POINTER = "run.db.where"  # JSON {"host", "path"}: the database is on a local disk while the run lasts
 _RECORDED = {DATABASE, POINTER, ".node_0"}  # any of them marks a run directory
 _DEFAULT_NAME = re.compile(r"\d{8}-\d{6}-")
+NEAR = 2  # directories below the working directory in which a run is looked for
 MOST_OTHERS = 16  # runs of a directory that are checked for one that is not over
 STARTING_S = 600.0  # between the creation of a directory by the launcher and the first rank
 CREATE = "DISTDIAG=1 torchrun --nproc-per-node 2 train.py"
@@ -117,6 +118,8 @@ def resolve(run: str | Path | None = None) -> Path:
             visible(f"{path} is a file, not a run directory"),
             visible(f"`distdiag diagnose {shlex.quote(str(path))}` reads logs and dumps"), kind="no_run",
         )  # fmt: skip
+    if not named and not path.is_dir() and (below := run_below(Path(), NEAR)) is not None:
+        path = below  # `--run-dir` has put it elsewhere
     if not path.is_dir():
         what = f"no run directory {path}" if named else f"no run here: {path} does not exist"
         hint = f"`{CREATE}` records one" + (
@@ -129,8 +132,8 @@ def resolve(run: str | Path | None = None) -> Path:
     if not found and (path / "latest").is_dir():
         found = attempts(path / "latest")
     if not found:
-        if (runs := runs_below(path)) is not None:
-            raise runs
+        if (below := run_below(path)) is not None:
+            return attempts(below)[-1] if attempts(below) else below
         if is_claimed(path):
             raise no_rank_yet(path)
         raise DistdiagError(
@@ -196,21 +199,25 @@ def other_runs(latest: Path) -> list[Path]:
     return list(itertools.islice((p for p in launches(latest.parent) if p.name != current and has_run(p)), MOST_OTHERS))
 
 
-def runs_below(directory: Path) -> DistdiagError | None:
-    """Return the error for a directory that is not a run but contains some, with the newest in its hint; None if it contains none."""
+def run_below(directory: Path, depth: int | None = None) -> Path | None:
+    """Return the only run below a directory that is none itself, or None; `depth`: of how many directories.
+
+    Raises:
+        DistdiagError: it has several, with the newest.
+    """
     found: list[tuple[str, Path]] = []
-    for folder, below, names in os.walk(directory):
+    for folder, below, names in files.walk(directory, depth):
         if not _RECORDED.isdisjoint(names):
             below.clear()
             path = Path(folder)
             found.append((path.name if _DEFAULT_NAME.match(path.name) else "", path))
-    if not found:
-        return None
+    if len(found) < 2:
+        return found[0][1] if found else None
     newest = max(found, key=lambda entry: (entry[0], _changed(entry[1])))[1]
-    runs = "a distdiag run" if len(found) == 1 else f"{len(found):,} distdiag runs, the newest"
-    return DistdiagError(
-        visible(f"{'this directory' if directory == Path() else directory} holds {runs}: {newest}"),
-        visible(f"distdiag diagnose {shlex.quote(str(newest))}"),
+    where = "this directory" if directory == Path() else directory
+    raise DistdiagError(
+        visible(f"{where} holds {len(found):,} distdiag runs, the newest: {newest}"),
+        visible(f"name one of them: {shlex.quote(str(newest))}"),
         kind="several_runs",
     )
 

@@ -105,6 +105,7 @@ CREATE TABLE IF NOT EXISTS loader (        -- every DataLoader of every rank, ne
   drop_last INTEGER, distributed_sampler INTEGER, sampler_epoch INTEGER, shuffle INTEGER,
   epoch INTEGER, batches INTEGER, exhausted INTEGER, in_training INTEGER, workers INTEGER,
   fingerprint INTEGER, previous_fingerprint INTEGER,  -- of the first batches of this epoch and the one before
+  fed INTEGER,                             -- no loader: what a module was given in steps without one
   PRIMARY KEY (rank, loader)
 ) WITHOUT ROWID;
 

@@ -305,7 +305,7 @@ def collective_times(collectives: Joined, steps: int) -> list[CollectiveTimes]:
         out.append(
             CollectiveTimes(
                 op=op,
-                group=group or None,
+                group="default_pg" if group == "0" else group or None,
                 per_step=round(len(of_kind) / steps, 2),
                 bytes_per_step=sum(bytes_) / steps if len(bytes_) == len(of_kind) else None,
                 skew_ms=length(union((x[0] for x in of_kind), *EVER)) / 1e3 / steps,

@@ -13,11 +13,11 @@ from distdiag.terms.operations import family
 from distdiag.terms.ranks import fold_ranks
 from distdiag.terms.units import percent, size_text
 from distdiag.terms.untrusted import visible
-from distdiag.traces.analyse import Joined, Recorded, last_rank
+from distdiag.traces.analyse import LEAST_SAMPLES, Joined, Recorded, last_rank
 from distdiag.traces.intervals import Coverage, Spans, length, union
 from distdiag.traces.model import CollectiveTimes, RankTimes
 from distdiag.traces.read import is_comm_call, is_message
-from distdiag.traces.text import NAME, ms_text
+from distdiag.traces.text import NAME, ms_text, place
 
 Shared = tuple[float, str, str]  # share of a step that every rank loses, what it loses it to, and what to do
 LATE_SHARE, LATE_WAIT = 0.6, 0.05  # of all skew, of a step: from here on one rank is named
@@ -262,7 +262,21 @@ def _more(late: int, ranks: Sequence[RankTimes], recorded: Mapping[int, Recorded
         inside, advice = _idle(late, MOST * most, recorded)
         text += inside
     where, workers = f" ({trace.where})" if trace.where else "", _OWN_LOADS if trace.own_loads else _WORKERS
-    return text, advice.format(late=late, where=where, workers=workers)
+    return text, _line(late, most / 2, own, recorded) + advice.format(late=late, where=where, workers=workers)
+
+
+def _line(late: int, least_ms: float, own: RankTimes, recorded: Mapping[int, Recorded]) -> str:
+    """Return the start of the advice: the script's line that takes the late rank most, and so much, longer; empty if there is none."""
+    times: dict[str, dict[int, float]] = defaultdict(lambda: dict.fromkeys(recorded, 0.0))
+    for q, r in recorded.items():
+        for file, line, function, n in r.lines:
+            times[place(file, line, function)][q] += own.step_ms * n / max(1, r.samples)
+    usual = {name: statistics.median(ms for q, ms in x.items() if q != late) for name, x in times.items()}
+    name = max(usual, key=lambda name: times[name][late] - usual[name], default="")
+    least_ms = max(least_ms, LEAST_SAMPLES * own.step_ms / max(1, recorded[late].samples))
+    if not name or times[name][late] - usual[name] < least_ms:
+        return ""
+    return f"begin with {name}: {ms_text(times[name][late])} ms per step (median of the others: {ms_text(usual[name])} ms); "
 
 
 def _function(late: int, least_us: float, spans: Mapping[int, Spans], recorded: Mapping[int, Recorded]) -> str:

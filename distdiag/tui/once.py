@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from distdiag.diagnosis.model.findings import Finding, rank_list
+from distdiag.diagnosis.model.findings import Finding, State, rank_list
 from distdiag.errors import DistdiagError
 from distdiag.store.opening import RunUnreadable
 from distdiag.store.reader import open_run
@@ -157,7 +157,9 @@ def as_json(snap: Snapshot) -> bytes:
     max_steps = snap.number("max_steps")
     body = SnapshotJson(
         run=encodable(str(snap.run)),
-        state=(snap.frame.state if snap.frame is not None else snap.meta.get("state") or "waiting"),
+        state=State.FAILED
+        if snap.killed
+        else (snap.frame.state if snap.frame is not None else snap.meta.get("state") or "waiting"),
         state_text=job.text,
         next_command=job.do or None,
         monitor=snap.monitor,

@@ -220,6 +220,7 @@ def test_jobs_are_told_apart_by_port_and_run_id(monkeypatch: pytest.MonkeyPatch)
         process(20), process(21, 20, rank(0, 2, 29501)), process(22, 20, rank(1, 2, 29501)),
     )  # fmt: skip
     assert [[p.pid for p in j.processes] for j in jobs] == [[11, 12], [21, 22]]
+    assert jobs[0].described == "job train.py: launcher 10, ranks 0, 1 (pids 11, 12)"
     with pytest.raises(DistdiagError, match="2 jobs") as e:
         ranks.chosen((), None, jobs)
     assert e.value.code == 2
@@ -252,6 +253,7 @@ def test_children_that_were_spawned_are_a_job(monkeypatch: pytest.MonkeyPatch) -
     assert [[p.pid for p in j.processes] for j in jobs] == [[11, 12]]
     assert jobs[0].names[0] == "10"
     assert jobs[0].world is None
+    assert jobs[0].described == "job train.py: launcher 10, 2 ranks (pids 11, 12)"
 
 
 def test_ranks_of_other_hosts_are_not_expected_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,3 +88,10 @@ def test_the_collection_is_found_in_a_clone_only(
     error, hint = capsys.readouterr().err.splitlines()
     assert "the fault collection is not installed" in error and hint.startswith("hint: ")
     assert main(["bench", "--help"]) == 0 and "faults" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_80_columns(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*name.split(), "--help"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -107,6 +107,23 @@ def test_a_wait_that_is_not_judged_yet_is_in_the_verdict(tmp_path: Path, capsys:
     assert unwrapped(capsys.readouterr().out).startswith(f"running: {waits}; nothing else found, 2 of 2 ranks seen")
 
 
+def test_a_slow_rank_that_cannot_be_judged_is_in_the_second_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checks = json.dumps([{"kind": "straggler", "reason": "the cores are all in use", "ranks": [1]}])
+    assert main(["diagnose", a_run(tmp_path / "run", checks=checks)]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "rank 1 may be slower; not judged yet: the cores are all in use"
+
+
+def test_why_not_names_what_was_checked_and_who_was_seen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = a_run(tmp_path / "run", checks=json.dumps([{"kind": "deadlock", "checked": True}]), world_size=4)
+    assert main(["diagnose", run, "--why", "deadlock"]) == ExitCode.OK
+    text = unwrapped(capsys.readouterr().out)
+    assert text.startswith("deadlock: not found\n  checked for: missing_rank, order_mismatch, ")
+    assert "; 2 of 4 ranks seen\n  only partly judged: " in text
+
+
 def test_files_and_folders_together(tmp_path: Path) -> None:
     hung(tmp_path / "d")
     (tmp_path / "e").mkdir()
@@ -328,6 +345,47 @@ def test_cleared_findings_are_one_line_each_and_an_error_comes_without_the_list_
     ]
 
 
+def test_a_profile_of_a_deadlock_does_not_wait_for_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distdiag.monitor.evidence.dump.living", lambda run_dir: [])
+    assert main(["profile", a_run(tmp_path / "run", state="deadlocked")]) == ExitCode.NO_DATA
+    assert capsys.readouterr().err.splitlines() == [
+        "distdiag: error: the job is deadlocked",
+        f"hint: distdiag diagnose {tmp_path / 'run'}",
+    ]
+
+
+@pytest.mark.parametrize("target", [(), (".",), ("runs",)])
+def test_the_only_run_below_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: tuple[str, ...]
+) -> None:
+    a_run(tmp_path / "runs" / "slow", FINDING)
+    assert main(["diagnose", *target]) == ExitCode.OK
+    assert "straggler/data" in capsys.readouterr().out
+    assert main(["tui", "--once", *target]) == ExitCode.OK
+    a_run(tmp_path / "runs" / "fast")
+    assert main(["diagnose", *target]) == ExitCode.USAGE
+    err = capsys.readouterr().err
+    assert "holds 2 distdiag runs" in err and "hint: name one of them: runs/" in err
+
+
+def test_a_run_far_below_is_not_looked_for_without_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(tmp_path / "a" / "b" / "c")
+    assert main(["diagnose"]) == ExitCode.NO_DATA
+
+
+def test_a_directory_with_more_files_than_a_job_leaves_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distdiag.files.MOST_WALKED", 3)
+    hung(tmp_path / "a" / "disk")
+    for command in (["diagnose"], ["tui", "--once"]):
+        assert main([*command, "a"]) == ExitCode.USAGE
+        assert "a has more than 3 files" in capsys.readouterr().err
+    assert main(["diagnose"]) == ExitCode.NO_DATA
+
+
 @pytest.mark.parametrize("target", [".", "project"])
 def test_a_directory_above_runs_names_the_newest_and_its_dumps_are_not_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
@@ -343,7 +401,7 @@ def test_a_directory_above_runs_names_the_newest_and_its_dumps_are_not_judged(
     where = "this directory" if target == "." else target
     assert out == "" and err.splitlines() == [
         f"distdiag: error: {where} holds 2 distdiag runs, the newest: {newest}",
-        f"hint: distdiag diagnose {newest}",
+        f"hint: name one of them: {newest}",
     ]
     # dumps outside a run are judged; those of a run only if they are named
     hung(tmp_path / target / "dumps" / "host0")
@@ -492,11 +550,15 @@ def test_the_last_lines_list_what_was_checked_and_what_was_not(
         f"  straggler: not checked: {few}",
     ]
     assert main(["diagnose", run, "--why", "memory"]) == ExitCode.OK
-    assert unwrapped(capsys.readouterr().out).splitlines() == ["memory: not found", "  memory: no growth"]
+    assert unwrapped(capsys.readouterr().out).splitlines() == [
+        "memory: not found",
+        "  memory: no growth",
+        "  checked for: growth, imbalance, headroom; 2 of 2 ranks seen",
+    ]
     assert main(["diagnose", run, "--why", "nonsense"]) == ExitCode.USAGE
     assert main(["diagnose", run, "--json"]) == ExitCode.OK
     assert json.loads(unwrapped(capsys.readouterr().out))["checks"][1] == {
-        "kind": "straggler", "cause": None, "checked": False, "reason": few
+        "kind": "straggler", "cause": None, "checked": False, "reason": few, "ranks": []
     }  # fmt: skip
 
 

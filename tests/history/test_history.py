@@ -15,7 +15,10 @@ import pytest
 
 pytest.importorskip("duckdb")
 
+from msgspec.structs import replace
+
 from distdiag.cli import main
+from distdiag.diagnosis.model.findings import Where
 from distdiag.history.answers import Answers, answers
 from distdiag.history.collect import HistoryRow, read_runs, runs_in
 from distdiag.history.database import COLUMNS, History
@@ -90,7 +93,21 @@ def test_the_only_host_is_not_blamed_and_a_line_that_one_run_names_is_shown(
         write_run(tmp_path / str(i), TUESDAY + i, hosts=("node0",), findings=(hang(88 + i),))
     text = run(capsys, tmp_path)[1]
     assert "node0" not in text and "3 runs, Tuesday 2026-11-24: 3 ended" in text
-    assert "train.py:89 in evaluate: deadlock in 1\n" in text.replace(f"{tmp_path}/", "")
+    assert f"train.py:89 in evaluate: deadlock in {tmp_path}/1" in " ".join(text.split())
+
+
+def test_a_line_is_the_first_site_of_its_rank_as_diagnose_shows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sites = (
+        Where(1, f"{tmp_path}/long/way/x/../evaluation.py", 13, "validate"),
+        Where(1, "/job/spawn.py", 5, "worker"),
+    )
+    write_run(tmp_path / "runs/a_run_with_a_name_of_its_own", TUESDAY, findings=(replace(hang(1), where=sites),))
+    monkeypatch.chdir(tmp_path)
+    text = run(capsys, "runs")[1]
+    assert "  long/way/evaluation.py:13 in validate: deadlock" in text and "spawn.py" not in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 def test_the_databases_of_single_nodes_are_not_counted_again(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_what_is_printed_fits_80_columns_and_a_log_of_it_has_the_same_findings(
     slow = Finding(
         kind="straggler", cause="host", severity=Severity.WARNING, culprits=(1,),
         message="rank 1: its own code takes 41 ms longer per step than on the others, in 50 of the last 50 steps",
-        cost="rank 0 loses 41 ms of a step", advice="move that work off the training step: do it in fewer steps, or in a thread",
+        cost="rank 0 loses 41 ms of a step", advice="move that work off the training step: it is under `if rank == 1` at train.py:40 in main",
     )  # fmt: skip
     announcer = Announcer(tmp_path, quiet=False)
     announcer.finding(msgspec.structs.replace(slow, message=slow.message.replace("41", "39")))
@@ -157,7 +157,11 @@ def test_what_is_printed_fits_80_columns_and_a_log_of_it_has_the_same_findings(
     announcer.summary(diagnosis, (slow, error))
     printed = capfd.readouterr().err
     assert all(len(line) <= 80 or path in line for line in printed.splitlines())
-    brief = ("  cost   rank 0 loses 41 ms of a step", "  do     move that work off the training step: do it in fewer …")
+    brief = (
+        "  cost   rank 0 loses 41 ms of a step",
+        "  do     move that work off the training step: it is under",
+        "         `if rank == 1` at train.py:40 in main",
+    )
     assert "\n".join(f"[distdiag] {line}" for line in brief) in printed
     (tmp_path / "job.err").write_text(printed)
     report = diagnose_logs([str(tmp_path / "job.err")])
@@ -191,3 +195,17 @@ def test_what_could_not_be_seen_is_in_the_summary_of_a_job_that_did_not_end_by_i
     assert ("[distdiag] nothing found\n" in printed) is not shown
     assert ("[distdiag] no error or warning found; 1 info:\n" in printed) is shown
     assert printed.count("not visible") == shown and "clock" not in printed
+
+
+def test_ranks_that_crashed_after_another_do_not_wait(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lost = Finding(
+        kind="rank_lost", cause="crashed", severity=Severity.ERROR, certainty=Certainty.PROVED, culprits=(1,), victims=(0,),
+        message="rank 1 ended with KeyError", where=(Where(1, "t.py", 17, "target", "crashed"),),
+        waiting=(Where(0, "t.py", 36, "main", "crashed"),),
+    )  # fmt: skip
+    Announcer(tmp_path, quiet=False).finding(lost)
+    printed = capfd.readouterr().err
+    assert "t.py:17 in target (rank 1); ended too: t.py:36 in main (rank" in printed
+    (tmp_path / "job.err").write_text(printed)
+    report = diagnose_logs([str(tmp_path / "job.err")])
+    assert report is not None and [w.line for w in report.findings[0].waiting] == [36]

@@ -14,14 +14,17 @@ from pathlib import Path
 import pytest
 
 from distdiag import cgroups
+from distdiag.cli import main
 from distdiag.diagnosis.model.findings import Report
 from distdiag.diagnosis.text.finding import last_seen_lines
+from distdiag.history.collect import rows_of
 from distdiag.monitor import deaths
 from distdiag.monitor.autopsy import BEATS_S, autopsy
 from distdiag.page import directories
 from distdiag.page.layout import Blocked, LifeWord, page_path
 from distdiag.page.writer import PageWriter
 from distdiag.store.frames import RankRow
+from distdiag.store.reader import open_run
 from distdiag.store.rows import ProcessRow
 from distdiag.store.writer import Writer
 from tests.monitor.test_damaged_pages import a_page, changed
@@ -135,6 +138,24 @@ def test_a_wait_is_proved_only_if_all_its_ranks_were_alive_in_it(run: Path, sinc
     found = judged(run)
     assert [f.certainty for f in found.findings if f.severity == "error"] == ["proved"] * proved
     assert [r.waits for r in found.last_seen] == [True, True] and [r.line for r in found.last_seen] == [20, 21]
+
+
+def test_all_readers_use_the_state_of_diagnose_from_the_first_second(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(run) as con:  # the last beat is so young that by itself it would be a monitor that lives
+        con.execute("UPDATE meta SET value = ? WHERE key = 'heartbeat_unix_s'", (time.time(),))
+        con.execute("UPDATE meta SET value = 'deadlocked' WHERE key = 'state'")
+    monkeypatch.chdir(run.parent)
+    main(["report", "R", "--format", "text"])
+    report = capsys.readouterr().out
+    main(["tui", "R", "--once", "--json"])
+    shown = json.loads(capsys.readouterr().out)
+    with open_run(run) as opened_run:
+        rows = rows_of(opened_run)
+    assert (judged(run).state, shown["state"], rows[0].state) == ("failed",) * 3
+    assert "failed: ranks 0 and 1 and the monitor were killed" in report.replace("0, 1", "0 and 1")
+    assert "monitor were killed" in shown["state_text"] and "deadlocked" not in report
 
 
 def test_an_error_that_follows_from_a_killed_rank_is_no_crash(run: Path) -> None:

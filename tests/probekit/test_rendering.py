@@ -53,6 +53,13 @@ def test_the_table_begins_with_the_verdict(result: Any, monkeypatch: pytest.Monk
     assert any("rank 1" in line for line in lines)
 
 
+def test_the_reasons_and_notes_fit_80_columns(result: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result.reasons, result.notes = ["a reason of many words, " * 9] * 2, ["a note of many words, " * 9]
+    lines = [line for line in text(result).splitlines() if "words" in line]
+    assert len(lines) >= 9 and max(map(len, lines)) <= 80
+
+
 def test_ascii_is_ascii_and_colour_only_when_forced(result: Any, monkeypatch: pytest.MonkeyPatch):
     assert text(result, "--ascii").isascii()
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -170,3 +170,20 @@ def test_a_launch_without_a_process_group_is_noted_where_an_older_run_would_be_s
     )
     noted = [json.loads(path.read_text())["launch_failed"] for path in runs.glob("*-torchrun/run.json")]
     assert noted == reason and (runs.exists() or not older)
+
+
+def test_the_command_of_a_spawned_rank_is_its_parents(tmp_path: Path) -> None:
+    script = tmp_path / "spawns.py"
+    script.write_text(
+        "import multiprocessing as mp\nfrom distdiag.recorder import session\n"
+        "def rank():\n    print(session._command())\n"
+        "if __name__ == '__main__':\n    p = mp.get_context('spawn').Process(target=rank); p.start(); p.join()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, "--lr", "1"],
+        capture_output=True,
+        text=True,
+        env=clean_env(tmp_path) | {"PYTHONPATH": str(REPOSITORY)},
+        timeout=60,
+    )
+    assert done.stdout.split()[1:] == [str(script), "--lr", "1"], done.stderr

@@ -86,7 +86,7 @@ def test_the_latest_run_is_the_default(
         (["report", "{run}", "--format", "pdf"], 2, "Invalid value for '--format'"),
         (["report", "{run}", "--last-steps", "5"], 2, "--last-steps is for --format perfetto only"),
         (["report", "{run}", "-o", "{run}"], 2, "is a directory"),
-        (["report", "{run}", "-o", "/proc/none/report.html"], 2, "cannot write /proc/none/report.html"),
+        (["report", "{run}", "-o", "/proc/none/report.html"], 2, "there is no directory /proc/none"),
         (["compare", "{run}"], 2, "compare needs two runs"),
         (["compare", "{run}", "no/such/run"], 4, "no run directory no/such/run"),
         (["compare", "{run}", "{run}", "--skip", "-1"], 2, "Invalid value for '--skip'"),
@@ -152,3 +152,10 @@ def test_nothing_that_appears_meanwhile_is_overwritten(tmp_path: Path) -> None:
         path.write_text("another's")
     assert path.read_text() == "another's" and link.is_symlink()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.html", "report.html"]
+
+
+def test_a_missing_directory_is_an_error(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "absent" / "x.html"
+    assert main(["report", str(run), "-o", str(path), "--format", "json"]) == 2
+    assert f"there is no directory {path.parent}\nhint: create it: mkdir -p" in capsys.readouterr().err
+    assert not path.parent.exists()

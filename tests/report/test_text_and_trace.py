@@ -38,6 +38,7 @@ def test_text_starts_with_the_verdict_and_keeps_its_width(tmp_path: Path) -> Non
     assert "WARNING  straggler/data  (suspected, cleared at 30.0 s)" in lines
     findings = lines[4 : lines.index("The job")]
     assert max(map(len, findings)) <= 80
+    assert all(len(line) <= 80 for line in lines if line.startswith(("Ranks", "Collectives")))
     assert all(line == line.rstrip() for line in lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +198,12 @@ def test_by_the_command_with_its_exit_code(tmp_path: Path) -> None:
     found = json.loads(ended.stdout)
     assert found["findings"][0]["certainty"] == "suspected"
     assert found["findings"][0]["culprits"] == []  # of two ranks neither is known to be wrong
+
+
+def test_the_pid_in_a_files_name_is_no_rank(tmp_path: Path) -> None:
+    pid = re.search(r"Process (\d+)", SPY)[1]  # type: ignore[index]
+    report = diagnose_stacks([str(write(tmp_path, **{f"rank_{pid}": SPY, "rank_1269": SPY.replace(pid, "1269")}))])
+    assert report is not None and report.world_size == 2
 
 
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:

@@ -109,6 +109,15 @@ def test_the_critical_path_goes_through_the_last_rank_to_arrive() -> None:
     assert "critical path, 1.00 ms per step: rank 1 idle 0.35 (36 %), compute of rank 1 0.35 (35 %)" in shown
 
 
+def test_the_advice_begins_with_the_line_that_takes_the_late_rank_longer() -> None:
+    ranks = two_ranks()
+    advice = profile_of("R", 0, ranks, (), None)[0].advice or ""
+    assert advice.startswith("begin with slow.py:3 sleeps: 0.40 ms per step (median of the others: 0.00 ms); "), advice
+    ranks = two_ranks()
+    ranks[1].lines[1] = (*ranks[1].lines[1][:3], 2)
+    assert "slow.py" not in (profile_of("R", 0, ranks, (), None)[0].advice or ""), "two samples are chance"
+
+
 def test_communication_that_compute_hides_is_not_on_the_critical_path() -> None:
     ranks = {}
     for rank in (0, 1):

@@ -8,12 +8,15 @@ import shutil
 import socket
 import sqlite3
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from distdiag.cli import main
+from distdiag.diagnosis.model.findings import CollectiveRef, Finding, Where
 from distdiag.page import directories
 from distdiag.store.frames import RankRow
 from distdiag.store.opening import ReadStatus, RunUnreadable
@@ -32,6 +35,7 @@ from distdiag.tui.keys import RANKED
 from distdiag.tui.once import screen, take
 from distdiag.tui.screens import pages, readers
 from distdiag.tui.screens.comm import arrivals, verdict
+from distdiag.tui.screens.findings import story_lines
 from distdiag.tui.screens.page import RankedPage
 from distdiag.tui.ui import Ui
 from tests.tui.conftest import MakeRun
@@ -273,7 +277,7 @@ def test_a_job_that_was_killed_together_with_its_monitor_has_failed(runs: MakeRu
     directories.node_record(run, 0).write_text(f"{socket.gethostname()}:1:1 {directory}\n")
     snap = take(run, Ui(), pages()["ranks"], 80, 24)
     assert (snap.killed, job_state(snap).word, job_state(snap).do.split()[:2]) == (
-        True,
+        "ranks 0, 1 and the monitor were killed",
         "FAILED",
         ["distdiag", "diagnose"],
     )
@@ -367,3 +371,28 @@ def test_80_columns_hold_the_number_of_nodes_and_a_finding_of_two_lines(runs: Ma
     for page in ("timeline", "heat", "data"):
         text = "\n".join(_check(run, page, Ui(), 80, 24))
         assert "slowest in 46 of\n         the last 50 steps (suspected)" in text and "more lines" not in text
+
+
+def test_batches_without_a_loader_are_not_those_of_one(runs: MakeRun, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(runs(Scenario(ranks=2)), tmp_path / "run"))
+    con = sqlite3.connect(run / DATABASE)
+    con.execute("UPDATE loader SET fed = 1, length = NULL")
+    con.commit()
+    con.close()
+    shown = "\n".join(_check(run, "data", Ui(page="data"), 160, 30))
+    assert "no loader seen; batches enter the model at train.py:117" in shown
+    main(["report", str(run), "-o", str(tmp_path / "x.html")])
+    assert "no loader seen; batches enter the model at <code>" in (tmp_path / "x.html").read_text()
+
+
+def test_the_words_are_those_of_the_verdict(runs: MakeRun, tmp_path: Path) -> None:
+    run = runs(Scenario(ranks=2))
+    snap = take(run, Ui(), pages()["ranks"], 120, 30)
+    summary = replace(snap.summary, self_p50=1.0, self_max=44.0)
+    shown = "\n".join(map(plain, pages()["ranks"].render(replace(snap, summary=summary), Ui(), 120, 30).lines))
+    assert "spread 44×" in shown
+    both_wait = Finding(
+        kind="deadlock", cause="missing_rank", culprits=(0,), victims=(1,), message="only rank 0 made barrier",
+        where=(Where(0, "t.py", 9, "sync", "waiting"),), collective=CollectiveRef("all_reduce", "default_pg", 127),
+    )  # fmt: skip
+    assert "in        collective #127" in "\n".join(map(plain, story_lines(both_wait, (), 100)))

@@ -127,6 +127,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     cause: str | None = None
     checked: bool = False
     reason: str = ""  # the newest: why it could not be judged, or the veto; empty: found, or none
+    ranks: tuple[int, ...] = ()  # those that differ, but cannot be judged yet
 
 
 class Gradients(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,6 +167,7 @@ class LastSeen(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float | None = None  # when it entered this collective
 
 
+KILLED = "and the monitor were killed"  # in the state's text if nothing was left to close the run
 STOPPED_BY = "stopped by"  # start of the state's text if only an external signal ended the ranks
 ATTEMPT = "attempt "  # the same if the launcher starts the ranks again
 

@@ -52,6 +52,12 @@ def listed(wheres: tuple[Where, ...]) -> str:
     return "; ".join(parts)
 
 
+def waiting_word(f: Finding) -> str:
+    """Return what the ranks in `waiting` do: those that failed after a lost one wait no more."""
+    ended = f.kind == "rank_lost" and all(w.state in ("crashed", "exited", "killed") for w in f.waiting)
+    return "ended too" if ended else "waiting"
+
+
 def in_the_past(f: Finding) -> Finding:
     """Return an open finding in the past tense, without advice for a running job, for after the job's end."""
     message, cost = f.message, NO_PROGRESS_MADE if f.cost == NO_PROGRESS else f.cost
@@ -77,7 +83,7 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
         gone = f" (cleared after {f.cleared_s - f.first_seen_s:.0f} s)"
     where, waiting = listed(f.where), listed(f.waiting)
     if waiting and where not in ("", waiting):
-        where += f"; waiting: {waiting}"
+        where += f"; {waiting_word(f)}: {waiting}"
     head, more = head_and_more(f.message)
     lines = [("", f"{GLYPHS[severity]} {severity.upper()} {f.title}{certain}  {head}{gone}")]
     rest = (("more", more), ("cost", f.cost), ("where", where or waiting), ("do", f.advice))
@@ -89,9 +95,9 @@ def finding_lines(f: Finding, width: int = WIDTH) -> list[str]:
 
 
 def brief_lines(f: Finding, width: int = WIDTH) -> list[str]:
-    """Return what a finding costs and what to do, for a list of findings: a line each, cut at its end."""
-    texts = (("cost", f.cost), ("do", f.advice))
-    return [f"  {label:<7}{visible(shortened(text, width - 9))}" for label, text in texts if text]
+    """Return what a finding costs, cut at the end of a line, and what to do, for a list of findings."""
+    texts = (("cost", shortened(f.cost, width - 9)), ("do", f.advice))
+    return [line for label, text in texts if text for line in wrapped(text, width, f"  {label:<7}")]
 
 
 def head_and_more(message: str) -> tuple[str, str]:

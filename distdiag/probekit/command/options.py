@@ -13,6 +13,7 @@ from distdiag.errors import DistdiagError, ExitCode
 from distdiag.probekit.command import catalog, node_check
 from distdiag.probekit.command.paper import FLAGS, RANKS, Paper, byte_size, make_paper
 from distdiag.probekit.step.possible import parse_strategies
+from distdiag.terms.tables import wrapped
 from distdiag.terms.units import DTYPE_ALIASES, ITEM_BYTES, counted, sweep
 
 DEFAULT_BUDGET_S = 10.0
@@ -199,7 +200,7 @@ def build_command(named: bool = False, probe: str | None = None) -> SectionedCom
         about = catalog.PROBES.get(probe, "the whole health check in one budget")
         text = f"{probe}: {about}.\n\n{text} All options: distdiag probe --help."
     if not named and probe is None:
-        names = "\n".join(f"  {name:14s}{about}" for name, about in catalog.PROBES.items())
+        names = "\n".join(line for x in catalog.PROBES.items() for line in wrapped(x[1], 78, f"  {x[0]:14s}"))
         text += f"\n\n\b\n{names}\n  {'all':14s}the whole health check in one budget"
     if not named:
         params.append(click.Argument(["name"], metavar=(probe or "NAME")))
@@ -260,7 +261,7 @@ def _check(options: Options, probe: str) -> None:
         raise DistdiagError("--svg draws the comparison of `step --ranks`", "add --ranks 1,2")
     if options.ranks:
         if probe != "step":
-            raise DistdiagError(f"--ranks compares strategies: {probe} has none", "distdiag probe step --ranks 1,2")
+            raise DistdiagError(f"--ranks compares strategies: {probe} has none", "--nproc 2 sets how many ranks run")
         if options.nproc is not None:
             raise DistdiagError("--nproc and --ranks both give the number of ranks", "leave --nproc out")
         if options.inject:

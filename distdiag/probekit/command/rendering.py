@@ -14,7 +14,7 @@ from distdiag.probekit.command.options import Options
 from distdiag.probekit.measure.probe import load_probe
 from distdiag.probekit.verdict.decide import NOISE
 from distdiag.probekit.verdict.result import SCHEMA, Result, Row, Verdict, worst
-from distdiag.streams import PLAINER, say, say_json, wants_colour
+from distdiag.streams import PLAINER, columns, say, say_json, wants_colour
 from distdiag.terms import tables
 from distdiag.terms.operations import family
 from distdiag.terms.units import counted
@@ -90,8 +90,11 @@ def _ascii(text: str) -> str:
 
 def as_table(result: Result, options: Options) -> str:
     probe = load_probe(result.probe)
-    lines = [f"{_coloured(result.verdict.value, result.verdict, options)}  {result.probe}: {result.reasons[0]}"]
-    lines += [f"      {reason}" for reason in result.reasons[1:]]
+    word = result.verdict.value
+    lines = tables.wrapped(f"{word}  {result.probe}: {result.reasons[0]}", columns())
+    lines[0] = lines[0].replace(word, _coloured(word, result.verdict, options), 1)
+    for reason in result.reasons[1:]:
+        lines += tables.wrapped(reason, columns(), "      ")
     ranks = counted(result.world_size, "rank")
     where = f"{result.backend} on {result.device}" if result.world_size > 1 else result.device
     dtype = f", {result.dtype}" if result.dtype else ""
@@ -101,14 +104,16 @@ def as_table(result: Result, options: Options) -> str:
         noise = f", others used {result.host_noise.foreign_cpus:.1f} of {result.host_noise.cpus} CPUs"
     versions = "".join(f", {k} {v}" for k, v in result.versions.items())
     if result.world_size:  # else nothing was run
-        lines.append(f"      {ranks}, {where}{dtype}{hosts}{versions}, {result.elapsed_s:.1f} s{noise}")
+        text = f"{ranks}, {where}{dtype}{hosts}{versions}, {result.elapsed_s:.1f} s{noise}"
+        lines += tables.wrapped(text, columns(), "      ")
     table = probe.table(result)
     if table.rows:
         cells = [table.headers, *table.rows]
         shown = [[*map(_ascii, row)] for row in cells] if options.ascii else cells  # before columns are aligned
         lines += ["", *tables.table(shown, table.left), ""]
     lines += probe.drawing(result)
-    lines += [f"note: {note}" for note in result.notes]
+    for note in result.notes:
+        lines += tables.wrapped(f"note: {note}", columns())
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from distdiag import guard
+from distdiag.files import walk
 from distdiag.guard import Announce
 from distdiag.sources.dumps.content import DumpFile, parse
 from distdiag.sources.dumps.naming import name_ranks
@@ -77,7 +78,7 @@ def find(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
         if not os.path.isdir(path):
             yield path, True
             continue
-        for folder, below, names in os.walk(path):
+        for folder, below, names in walk(Path(path)):
             if not _OF_A_RUN.isdisjoint(names):
                 below.clear()
                 continue

@@ -124,7 +124,7 @@ class Recorded:
             self._open = f.kind, f"{f.message}; {text}"
             self.found[self._open] = replace(self.found.pop(key), message=self._open[1])
         elif label == "where":
-            where, _, waiting = text.partition("; waiting: ")
+            where, _, waiting = text.replace("; ended too: ", "; waiting: ").partition("; waiting: ")
             self.found[key] = replace(f, where=_sites(where), waiting=_sites(waiting))
         else:
             self.found[key] = replace(f, **{"cost" if label == "cost" else "advice": text})

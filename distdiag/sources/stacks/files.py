@@ -122,6 +122,8 @@ def _by_rank(found: list[tuple[Path, list[Process]]]) -> tuple[dict[int, list[Pr
     out: dict[int, list[Process]] = {}
     names = ranks_of(path for path, own in found if len({p.pid for p in own}) == 1 and own[0].rank is None)
     names = names if len(set(names.values())) == len(names) else {}  # of several nodes
+    if all(0 < own[0].pid == names[path] for path, own in found if path in names):
+        names = {}  # they are named by their pids
     locals_ = {p.pid or (path, p.local): p.local for path, own in found for p in own}
     of_command = None not in locals_.values() and len(set(locals_.values())) == len(locals_)  # of one node
     loose: dict[tuple[str, int, int | None], list[Process]] = {}

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import msgspec
 
 from distdiag.diagnosis.model.findings import Finding, still_open
-from distdiag.page import directories
 from distdiag.store.frames import Frame
 from distdiag.store.liveness import Monitor, heartbeat_age_s, number
 from distdiag.store.opening import RunUnreadable
@@ -45,7 +44,7 @@ class Snapshot:
     problem: RunUnreadable | None = None
     meta: dict[str, str | None] = field(default_factory=dict)
     monitor: Monitor | None = None
-    killed: bool = False  # the monitor, and every rank of this host
+    killed: str | None = None  # which ranks of this host, with the monitor
     heartbeat_age_s: float | None = None
     frame: Frame | None = None
     summary: Summary = field(default_factory=Summary)
@@ -150,7 +149,7 @@ class Taker:
 
     def _life(self, meta: dict[str, str | None]) -> dict[str, Any]:
         monitor = self.run.monitor(meta)
-        killed = monitor is Monitor.GONE and bool(directories.abandoned(self.run.path))
+        killed = self.run.killed(meta)
         return {"monitor": monitor, "killed": killed, "heartbeat_age_s": heartbeat_age_s(meta)}
 
     def _read_frame(self, newest: float | None, at_s: float | None) -> Frame | None:

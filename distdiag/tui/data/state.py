@@ -48,10 +48,9 @@ def job_state(snap: Snapshot) -> JobState:
     job = _from_frame(snap)
     if snap.at_s is not None:
         return _replay(snap, job)
+    if snap.killed:
+        return JobState(*_WORDS[State.FAILED], snap.killed, f"distdiag diagnose {quote(snap.run)}", job.stuck)
     if snap.monitor is Monitor.GONE and job.word not in ("ENDED", "FAILED"):
-        if snap.killed:
-            do = f"distdiag diagnose {quote(snap.run)}"
-            return JobState(*_WORDS[State.FAILED], "the ranks and their monitor were killed", do, job.stuck)
         age = snap.heartbeat_age_s
         since = f"nothing written for {seconds(age)}" if age is not None else "it never wrote"
         return JobState(

@@ -169,7 +169,8 @@ def _totals(snap: Snapshot, data: LoaderData, width: int) -> Line:
         parts.append(("   the same data on several ranks", "warning"))
     at = {clean(place(x.file, x.line)) for x in data.training if x.file}
     if len(at) == 1:
-        parts.append((f"   loader at {at.pop()}", "muted"))
+        fed = all(x.fed for x in data.training)
+        parts.append((f"   {'no loader seen; batches enter the model' if fed else 'loader'} at {at.pop()}", "muted"))
     while len(parts) > 1 and width_of(line(*parts)) > width:
         parts.pop()
     return line(*parts)

@@ -8,7 +8,7 @@ from itertools import islice, zip_longest
 from typing import Any
 
 from distdiag.diagnosis.model.findings import Finding, Where, rank_list
-from distdiag.diagnosis.text.finding import head_and_more
+from distdiag.diagnosis.text.finding import head_and_more, waiting_word
 from distdiag.store.frames import Frame
 from distdiag.store.reader import Run
 from distdiag.store.rows import Event
@@ -184,9 +184,12 @@ def story_lines(f: Finding, sources: Sequence[excerpt.Excerpt], width: int) -> l
     names = rank_list(f.culprits) if f.culprits else "nobody can be blamed" if f.victims else ""
     section("who", [names] if names else [])
     if f.victims:
-        section("waiting" if f.culprits else "members", [rank_list(f.victims)], "muted")
+        section(waiting_word(f) if f.culprits else "members", [rank_list(f.victims)], "muted")
     culprits = {_site(w) for w in f.where}
-    for word, ranks, most, style in (("where", f.where, 4, ""), ("waits at", f.waiting, 2, "muted")):
+    for word, ranks, most, style in (
+        ("where", f.where, 4, ""),
+        ("waits at" if waiting_word(f) == "waiting" else "ended at", f.waiting, 2, "muted"),
+    ):
         section(word, sites_text(ranks, most), style)
         for source in sources:
             if ((source.file, source.line) in culprits) == (word == "where"):
@@ -201,7 +204,8 @@ def story_lines(f: Finding, sources: Sequence[excerpt.Excerpt], width: int) -> l
         c = f.collective
         number = f" #{c.seq}" if c.seq is not None else ""
         nbytes = f", {size_text(c.bytes)}" if c.bytes is not None else ""
-        op = "collective" if f.cause == "op" else clean(c.op)  # ranks are in different operations
+        apart = f.cause == "op" or any(w.state == "waiting" for w in f.where if w.rank in f.culprits)
+        op = "collective" if apart else clean(c.op)  # ranks are in different operations
         section("in", [f"{op}{number} of group {clean(c.group)}{nbytes}"], "muted")
     section("evidence", [clean(e) for e in f.evidence[:4]], "muted")
     return out

@@ -34,6 +34,7 @@ from distdiag.tui.screens.ranks_columns import host_width, short_host
 from distdiag.tui.ui import Ui
 
 SPARK_WIDTH = 12
+FAR = 100  # times the steps that were seen: what is so far ahead is not known from them
 BUSY_PCT = 50.0
 MIN_ROWS = 6
 CHARTS_FROM = 28  # lines of a screen that has charts however many ranks there are
@@ -91,6 +92,8 @@ def _full_in(s: _Shown) -> Cell:
     if not t or t < 8 * 2**20 or free is None:
         return MISSING if t is None else "·"
     steps = int(free / t * 100)
+    if steps > FAR * (s.snap.newest_step or 0):
+        return "·"
     return f"{steps:,}", "error" if steps < 500 else "warning" if steps < 10_000 else ""
 
 

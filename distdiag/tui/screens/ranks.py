@@ -152,7 +152,7 @@ def _spread_line(snap: Snapshot, ui: Ui, job: JobState, width: int) -> Line:
         left = " self ms  – (no step has ended yet)"
     else:
         p99 = f"  p99 {milliseconds(s.self_p99)}" if s.self_p99 is not None else ""
-        spread = percent(100 * s.spread) if s.spread is not None else MISSING
+        spread = MISSING if s.spread is None else percent(100 * s.spread) if s.spread < 10 else f"{1 + s.spread:,.0f}×"
         left = f" self ms  p50 {milliseconds(s.self_p50)}{p99}  max {milliseconds(s.self_max)}   spread {spread}"
     gap = width - cells(left) - cells(right) - 1
     if gap < 3:
