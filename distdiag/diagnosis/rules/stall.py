@@ -181,10 +181,12 @@ def _not_joined(s: Snapshot, ranks: list[int], call: Call, victims: list[int], w
 
 
 def _not_connected(s: Snapshot, graph: WaitGraph) -> Iterator[Finding]:
-    """Yield the stall of a job all of whose ranks have come to `init_process_group`, which does not return."""
-    calls = [
-        c for w in graph.waits if len(w.ranks) == s.world_size for c in w.calls.values() if c.op == "init_process_group"
-    ]
+    """Yield the stall of a job all of whose ranks have come to `init_process_group`, or to the first call of a group made again."""
+
+    def connects(c: Call) -> bool:
+        return c.op == "init_process_group" or (c.seq == 1 and "#" in (c.group or ""))
+
+    calls = [c for w in graph.waits if len(w.ranks) == s.world_size for c in w.calls.values() if connects(c)]
     since_s = max((c.entered_s for c in calls if c.entered_s is not None), default=s.t_s)
     if (waited_s := s.t_s - since_s) >= _start_s(0):
         yield wording.NOT_CONNECTED(

@@ -595,6 +595,16 @@ def test_ranks_that_are_all_in_init_process_group_do_not_find_each_other(
         assert str(f.advice).startswith(advice)
 
 
+def test_ranks_that_do_not_meet_in_the_first_call_of_a_group_made_again() -> None:
+    again = Group(name="default_pg#2", ranks=(0, 1), backend="gloo")
+    call = Call(op="all_gather", group=again.name, seq=1, entered_s=20.0, site=STUCK)
+    earlier = {"init_process_group 2": 1, again.name: 1}
+    ranks = [rank(q, step=9, blocked=call, calls=(call,), enqueued=earlier, host_blocked=True) for q in (0, 1)]
+    f = only(findings(job(*ranks, groups={again.name: again}, t_s=81.0), deadlock, stall))
+    assert f.message.startswith("all 2 ranks have been in all_gather #1")
+    assert str(f.advice).startswith("the launcher's store may still have the addresses")
+
+
 def test_what_could_not_be_compared_is_not_checked() -> None:
     diagnosis = Diagnosis(lambda path: None)
     alone = _start(0.0, 3)
