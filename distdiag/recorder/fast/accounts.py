@@ -63,9 +63,8 @@ class Ledger:
         self.on_device = False  # phases are timed on a device
         # the first tensor of the newest batch, while it exists
         self.newest: Callable[[], torch.Tensor | None] | None = None
-        self.entered: Callable[[], torch.Tensor | None] | None = (
-            None  # the same of what entered a DDP module first in this step
-        )
+        # the same of what entered a DDP module first in this step
+        self.entered: Callable[[], torch.Tensor | None] | None = None
         self.lead: Callable[[], Any] | None = None  # the optimizer whose steps are the job's
         self.lead_misses = 0
         self.averaged_by: Any = None  # the model with the last averaged gradients
