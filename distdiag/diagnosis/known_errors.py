@@ -62,6 +62,8 @@ NO_WANDB = "give that rank its key (export WANDB_API_KEY where the launcher star
 NO_KEY = "give that service's client its key or token on that rank (an environment variable that the launcher passes on to all nodes), or switch that service off for this job"
 NO_ACCESS = "the job has no access to it: log in there (HF_TOKEN, `huggingface-cli login`), accept the licence, or use a local copy"
 EXPIRED = "the credentials for that storage have expired, or are wrong or lack the right there: renew them before the job starts, or use a role that renews itself (instance profile, IRSA, workload identity) with a session longer than the job; then resume from the last whole checkpoint"
+SIZES = "correct the numbers that it names: the parallel sizes (tensor, pipeline, context, data) multiply to the number of ranks and divide the model's and the batch's; see that all nodes were launched"
+PARALLEL_SIZES = f"{SIZES}; layers that the pipeline does not divide need its own options (Megatron: --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers)"
 # of a client of a service: its settings are the cause, not the data or the code
 OF_SERVICE = (NO_WANDB, NO_KEY, NO_ACCESS, EXPIRED)
 OF_SHAPES = "the shapes do not fit: if one rank alone raised it, look at its batch (a longer sample, a smaller last batch): truncate or pad (max_length=), check collate_fn, drop_last=True"  # of many causes
@@ -193,7 +195,8 @@ ROWS = (
     Known(bounded(r"no socket interface found"), "no interface has the name in NCCL_SOCKET_IFNAME there, or none has an address: compare it with `ip -br addr` on that host"),
     Known(bounded(r"OutOfDiskError|[Ll]ocal disk is full"), FULL_DISK),
     Known(bounded(r"(?i:batch.{0,80}(?:not|be) divisible by .{0,30}(?:world|ranks|gpus|replicas|processes))"), "give a batch that the number of ranks divides; an elastic job starts again with fewer ranks after it has lost a node: let each number that --nnodes MIN:MAX allows divide it, or raise MIN"),
-    Known(bounded(r"(?:not|be) divisible by|not a multiple of"), "correct the numbers that it names: the parallel sizes (tensor, pipeline, context, data) multiply to the number of ranks and divide the model's and the batch's; see that all nodes were launched"),
+    Known(bounded(r"(?i:\b(?:\w{0,40}_)?(?:layers|heads|experts|world[_ ]?size)\b.{0,80}(?:not|be) divisible by|(?:not|be) divisible by.{0,40}(?:parallel|pipeline))"), PARALLEL_SIZES),
+    Known(bounded(r"(?:not|be) divisible by|not a multiple of"), SIZES),
     Known(bounded(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
     Known(bounded(r"Stale file handle"), "the file was deleted or replaced on its server while this rank had it open, or that file system was exported anew: mount it again on that node if `ls` fails there, too, and start again; do not rewrite files that a job reads"),
     Known(bounded(r"Input/output error|[Tt]ransport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),

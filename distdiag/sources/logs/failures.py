@@ -303,7 +303,8 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         r.ranks, r.inferred, r.guessed = absent, True, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     by_name = {int(m[1]) for name in r.unnamed if (m := _TP_WORKER.match(name))} if not found.ranks else set[int]()
-    everyone = "" if others or r.facts[0].message.about or r.meaning.cause not in _OF_PROGRAM else found.all_of(r.ranks)
+    of_all = r.meaning.cause in _OF_PROGRAM and not (others or r.facts[0].message.about)
+    everyone = found.all_of(r.ranks, r.advice in meanings.OF_ALL) if of_all else ""
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)

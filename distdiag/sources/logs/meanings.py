@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from distdiag.diagnosis.known_errors import BUS_ERROR, FULL_GPU, TAKEN_PORT
+from distdiag.diagnosis.known_errors import BUS_ERROR, FULL_GPU, PARALLEL_SIZES, TAKEN_PORT
 from distdiag.sources.logs.message import Meaning
 from distdiag.terms.untrusted import bounded
 
@@ -109,6 +109,7 @@ LOG_ON_ALL = (
 )
 FIRST = "read what that rank printed before it first: the others may only have failed after it"
 OF_ONE_HOST = "only the ranks of {host} have it: compare that host with the others: driver, packages (`pip freeze`), environment variables, mounts and data; if they are equal, start without it"
+OF_ALL = (SAME_EVERYWHERE, PARALLEL_SIZES)  # about an exception that ranks not in the log have, too
 # about an exception of no, one or more ranks, if its text says nothing
 GENERAL = (
     "read its traceback",
