@@ -38,7 +38,7 @@ _ADDRESS = bounded(r"0x[0-9a-f]+")
 _NUMBER = bounded(r"(?P<code>\b(?:[Ee]rror[ _]code|[Ee]rrno)\W{0,3}(?:is )?\d+)|0x[0-9a-f]+|\d+")
 _TP_WORKER = bounded(r"Worker_TP(\d{1,4})(?:_EP\d{1,4})? pid=")  # of vLLM, which adds DP and PP if there are several
 ERRORS = ("crashed", "configuration")  # causes of a process that reports its own error
-_OF_PROGRAM = (*ERRORS, "gradient", "loss")  # causes that all ranks may have at once
+_OF_PROGRAM = (*ERRORS, "gradient", "loss", "gradients_not_synced")  # causes that all ranks may have at once
 _OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
 
 
@@ -337,7 +337,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         [*r.reported, *r.facts],
         message,
         advice,
-        culprits=() if everyone or nodes - {""} else ranks or by_name,
+        culprits=() if everyone or nodes - {""} or kind.kind == "replica_drift" else ranks or by_name,
         victims=ranks if everyone else others,
         sites={q: site for q in ranks or by_name if (site := sites.get(q, common)) is not None},
         proved=bool(ranks)
