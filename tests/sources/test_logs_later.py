@@ -440,7 +440,7 @@ def test_endless_standard_input_does_not_fill_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "advice"), [("TIME LIMIT", "more time (--time"), ("PREEMPTION", "requeue it"), ("NODE FAILURE", "")]
+    ("why", "advice"), [("TIME LIMIT", "more time (--time)"), ("PREEMPTION", "requeue it"), ("NODE FAILURE", "")]
 )
 def test_a_stop_from_outside_says_what_to_do(tmp_path: Path, why: str, advice: str) -> None:
     report = diagnose(
