@@ -88,9 +88,7 @@ def _judge(
         raise NoDumps(loaded)
     snapshot = with_places(snapshot, places)
     graph = build(snapshot)
-    proofs = [
-        _of_another_layer(snapshot, v, incident_finding(snapshot, v)) for v in judge(snapshot, graph, source=source)
-    ]
+    proofs = [_proof(snapshot, verdict) for verdict in judge(snapshot, graph, source=source)]
     found = [f for f in proofs if f.certainty == Certainty.PROVED]
     message = None  # holds however long the ranks have waited
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
@@ -142,12 +140,12 @@ def _judge(
     )
 
 
-def _of_another_layer(snapshot: Snapshot, verdict: Verdict, f: Finding) -> Finding:
-    """Return a finding on a gather of unequal sizes, with the reason if the ranks' earlier calls show it.
+def _proof(snapshot: Snapshot, verdict: Verdict) -> Finding:
+    """Return the finding on an incident; on a gather of unequal sizes, with the reason if the ranks' earlier calls show it.
 
     FSDP gathers its modules in a cycle: the odd size is the one that is due after this call.
     """
-    wait, culprits = verdict.wait, verdict.culprits
+    wait, culprits, f = verdict.wait, verdict.culprits, incident_finding(snapshot, verdict)
     if f.cause != "shape" or not culprits or wait.p2p or "all_gather" not in wait.calls[culprits[0]].op:
         return f
     each = [_earlier(snapshot.ranks[q], wait) for q in wait.calls]

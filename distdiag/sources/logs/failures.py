@@ -328,7 +328,6 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if nodes == {""}:
         advice += "; the log does not name the node: the rank is the same only on the first one"
     doubtful = bool(r.facts) and all(f.doubtful for f in r.facts)
-    sites = r.sites or {}
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     by_settings = advice in OF_SERVICE or (everyone and r.facts[0].message.of_program)  # of the service's client
     return finding(
@@ -339,7 +338,7 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         advice,
         culprits=() if everyone or nodes - {""} or kind.kind == "replica_drift" else ranks or by_name,
         victims=ranks if everyone else others,
-        sites={q: site for q in ranks or by_name if (site := sites.get(q, common)) is not None},
+        sites={q: site for q in ranks or by_name if (site := r.sites.get(q, common)) is not None},
         proved=bool(ranks)
         and r.meaning.cause != "silent"
         and r.meaning.kind != "mismatch"
