@@ -62,8 +62,11 @@ NO_WANDB = "give that rank its key (export WANDB_API_KEY where the launcher star
 NO_KEY = "give that service's client its key or token on that rank (an environment variable that the launcher passes on to all nodes), or switch that service off for this job"
 NO_ACCESS = "the job has no access to it: log in there (HF_TOKEN, `huggingface-cli login`), accept the licence, or use a local copy"
 EXPIRED = "the credentials for that storage have expired, or are wrong or lack the right there: renew them before the job starts, or use a role that renews itself (instance profile, IRSA, workload identity) with a session longer than the job; then resume from the last whole checkpoint"
+SIZES = "correct the numbers that it names: the parallel sizes (tensor, pipeline, context, data) multiply to the number of ranks and divide the model's and the batch's; see that all nodes were launched"
+PARALLEL_SIZES = f"{SIZES}; layers that the pipeline does not divide need its own options (Megatron: --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers)"
 # of a client of a service: its settings are the cause, not the data or the code
 OF_SERVICE = (NO_WANDB, NO_KEY, NO_ACCESS, EXPIRED)
+OF_SHAPES = "the shapes do not fit: if one rank alone raised it, look at its batch (a longer sample, a smaller last batch): truncate or pad (max_length=), check collate_fn, drop_last=True"  # of many causes
 INSTALL = "install it in the environment of all nodes"
 OTHER_VERSION = "what it reads was written by a process that has that module: install the same packages, in the same versions, on all nodes, and use the same code (`pip freeze` of each node, of the host that wrote it, too)"
 DAMAGED = "that file is cut off or damaged there: delete it and fetch it again (was the disk full?), and compare its size with another node's"
@@ -80,8 +83,8 @@ ROWS = (
           "pass use_reentrant=False to torch.utils.checkpoint, and leave out find_unused_parameters=True: with it DDP counts the "
           "parameters of a reentrant checkpoint twice; a module that is used twice in one forward needs static_graph=True", _search),
     Known(bounded(r"batches of different size with .dispatch_batches"),
-          "drop the last batch (drop_last=True), or pass dispatch_batches=False or split_batches=True to Accelerator: its "
-          "dispatcher concatenates one batch for each rank on rank 0", _last_batch),
+          "pass dispatch_batches=False or split_batches=True to Accelerator, as its dispatcher concatenates one batch for each rank on "
+          "rank 0; or make the batches equal: pad to one length (max_length=), drop a smaller last batch (drop_last=True)", _last_batch),
     Known(bounded(r"Expecting \d+ \w+_mbs but got \d+"),
           "give the pipeline's schedule a batch that splits into as many micro-batches as it was built for: drop_last=True, or pad "
           "the last batch", _last_batch),
@@ -133,7 +136,7 @@ ROWS = (
     Known(bounded(r"Input type \(\S+\) and (?:weight|bias) type \(\S+\) should be the same|mat1 and mat2 must have the same dtype|expected m1 and m2 to have the same dtype|expected scalar type (?:B?Float(?:16)?|Half|Double) but found (?:B?Float(?:16)?|Half|Double)"),
           "the input and the module have different types: cast the input in the dataset or collate_fn (NumPy makes float64: `.float()`), or the module (`.to(dtype)`), "
           "or run both under autocast; if the two differ in `cuda`, move the batch to the module's device"),
-    Known(bounded(r"size of tensor|[Ss]izes of tensors must match|stack expects each tensor to be equal size|must match the existing size|is invalid for input of size"), "the shapes do not fit: if one rank alone raised it, look at its batch (a longer sample, a smaller last batch): truncate or pad (max_length=), check collate_fn, drop_last=True", _last_batch),
+    Known(bounded(r"size of tensor|[Ss]izes of tensors must match|stack expects each tensor to be equal size|must match the existing size|is invalid for input of size"), OF_SHAPES, _last_batch),
     Known(bounded(r"[Nn]o available memory for the cache blocks|KV cache .{0,80}(?:larger than|needed)"), "nothing is left for the KV cache after the weights: a higher gpu_memory_utilization, a smaller max_model_len or max_num_seqs, more GPUs (tensor parallel), or quantized weights"),
     Known(bounded(r"ibv_(?:reg_mr|create)\w* failed.{0,40}annot allocate memory"), "the limit of locked memory is too low on that host: `ulimit -l` in the job, then limits.conf, LimitMEMLOCK of slurmd or the container (--ulimit memlock=-1)"),
     Known(bounded(r"\b(?:_Array)?MemoryError|Cannot allocate memory"), "the host's memory, or the job's limit of it, is used up: give the job more (--mem, resources.limits.memory), use fewer DataLoader workers, load less per rank"),
@@ -192,7 +195,8 @@ ROWS = (
     Known(bounded(r"no socket interface found"), "no interface has the name in NCCL_SOCKET_IFNAME there, or none has an address: compare it with `ip -br addr` on that host"),
     Known(bounded(r"OutOfDiskError|[Ll]ocal disk is full"), FULL_DISK),
     Known(bounded(r"(?i:batch.{0,80}(?:not|be) divisible by .{0,30}(?:world|ranks|gpus|replicas|processes))"), "give a batch that the number of ranks divides; an elastic job starts again with fewer ranks after it has lost a node: let each number that --nnodes MIN:MAX allows divide it, or raise MIN"),
-    Known(bounded(r"(?:not|be) divisible by|not a multiple of"), "correct the numbers that it names: the parallel sizes (tensor, pipeline, context, data) multiply to the number of ranks and divide the model's and the batch's; see that all nodes were launched"),
+    Known(bounded(r"(?i:\b(?:\w{0,40}_)?(?:layers|heads|experts|world[_ ]?size)\b.{0,80}(?:not|be) divisible by|(?:not|be) divisible by.{0,40}(?:parallel|pipeline))"), PARALLEL_SIZES),
+    Known(bounded(r"(?:not|be) divisible by|not a multiple of"), SIZES),
     Known(bounded(r"world[_ ]size|nproc|invalid device ordinal|MASTER_ADDR|LOCAL_RANK", re.IGNORECASE), "check how the ranks are started: as many per node as it has GPUs"),
     Known(bounded(r"Stale file handle"), "the file was deleted or replaced on its server while this rank had it open, or that file system was exported anew: mount it again on that node if `ls` fails there, too, and start again; do not rewrite files that a job reads"),
     Known(bounded(r"Input/output error|[Tt]ransport endpoint"), "the file system failed: ask who runs it, and see other jobs of that node"),

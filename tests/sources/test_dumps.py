@@ -49,6 +49,19 @@ def diagnose(tmp_path: Path, job: Job, **more: object) -> Report:
     return diagnose_dumps(tmp_path / "dumps")
 
 
+@pytest.mark.parametrize("size", [2048, 1024, 3000])
+def test_a_gather_of_the_size_that_is_due_next_shows_a_call_that_was_left_out(tmp_path: Path, size: int) -> None:
+    job = Job(4)
+    for shape in (1024, 2048, 4096) * 3:
+        job.collective("_all_gather_base", shape=(shape,))
+    for ranks, shape in (((0, 1, 3), 500), ((2,), size)):
+        for r in ranks:
+            job.issue(r, "_all_gather_base", "0", False, (shape,), "Float", 91)
+    f = only(diagnose(tmp_path, job))
+    assert summary(f)[0] == "mismatch" and f.culprits == (2,)
+    assert ("left out a call" in f.message and "which module rank 2 skips" in f.advice) is (size == 2048)
+
+
 # -- a rank is missing ------------------------------------------------------------------------------------------------
 
 

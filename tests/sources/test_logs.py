@@ -193,6 +193,26 @@ def test_an_error_of_some_ranks_is_not_one_of_all(tmp_path: Path) -> None:
         assert about(only(diagnose(tmp_path, text + more + ends)))[1:3] == ("crashed", (0, 1))
 
 
+def test_an_error_of_all_ranks_of_the_only_node_in_the_log_is_not_that_of_these_ranks(tmp_path: Path) -> None:
+    text = "".join(
+        raised(r, "AssertionError: Number of layers should be divisible by the pipeline size") for r in range(8, 16)
+    )
+    f = only(diagnose(tmp_path, text))
+    assert about(f)[1:3] == ("configuration", ()) and f.message.startswith(
+        "ranks 8–15, all in the log, raised the same"
+    )
+    assert "pipeline-num-layers" in f.advice
+    assert only(diagnose(tmp_path, text + "[rank2]: done\n")).culprits == tuple(range(8, 16))
+    assert only(diagnose(tmp_path, text.replace("rank8]", "rank7]"))).culprits == (7, *range(9, 16))
+
+
+def test_ranks_that_find_different_gradients_are_not_the_cause(tmp_path: Path) -> None:
+    what = "FloatingPointError: Fatal error: gradients are inconsistent between workers. Try --ddp-backend=legacy_ddp."
+    for ranks in ((0,), (0, 1, 2, 3)):
+        f = only(diagnose(tmp_path, "".join(raised(r, what) for r in ranks)))
+        assert about(f)[:3] == ("replica_drift", "gradients_not_synced", ()) and "legacy_ddp" in f.advice
+
+
 def test_frames_of_libraries_are_not_the_site(tmp_path: Path) -> None:
     text = (
         raised(1, "").rstrip()

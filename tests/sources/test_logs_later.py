@@ -131,6 +131,15 @@ def test_a_job_has_ended_if_each_file_with_steps_says_so(tmp_path: Path) -> None
         ("`Trainer.fit` stopped: `max_epochs=1` reached.\nEpoch 0: 100%|####| 64/64 [00:12<00:00]\n", True),
         ("`Trainer.fit` stopped: `max_epochs=1` reached.\nEpoch 1: 100%|####| 64/64 [00:12<00:00]\n", False),
         ("[rank0]: Training finished\n" + "[rank1]:[W1229 22:06:38.5 TCPStore.cpp:106] Broken pipe\n" * 15, True),
+        ("{'train_runtime': 131.2, 'train_steps_per_second': 3.812}\n100%|####| 500/500 [02:11<00:00]\n", True),
+        ("{'train_runtime': 131.2, 'train_steps_per_second': 3.812}\n 60%|##  | 300/500 [02:11<00:00]\n", False),
+        ("training is done\n validation loss at iteration 4 on validation set | lm loss value: 6.9E+00\n", True),
+        ("(Controller pid=7) [State Transition] SHUTTING_DOWN -> FINISHED.\n", True),
+        ("(Controller pid=7) [State Transition] ABORTING -> ERRORED.\n", False),
+        ("Result(metrics={'epoch': 7}, checkpoint=None, error=None)\n", True),
+        ("Result(metrics={'epoch': 7}, checkpoint=None, error=RuntimeError())\n", False),
+        ("# Out of bounds values : 0 OK\n# Avg bus bandwidth    : 225.8\n", True),
+        ("# Out of bounds values : 3 FAILED\n# Avg bus bandwidth    : 225.8\n", False),
     ],
 )
 def test_a_job_has_ended_if_all_its_processes_have(tmp_path: Path, end: str, ended: bool) -> None:
@@ -431,7 +440,7 @@ def test_endless_standard_input_does_not_fill_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "advice"), [("TIME LIMIT", "more time (--time"), ("PREEMPTION", "requeue it"), ("NODE FAILURE", "")]
+    ("why", "advice"), [("TIME LIMIT", "more time (--time)"), ("PREEMPTION", "requeue it"), ("NODE FAILURE", "")]
 )
 def test_a_stop_from_outside_says_what_to_do(tmp_path: Path, why: str, advice: str) -> None:
     report = diagnose(

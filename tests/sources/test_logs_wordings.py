@@ -147,6 +147,33 @@ def test_what_only_reports_another_process_is_no_failure(tmp_path: Path) -> None
     assert f.culprits == (1,) and "target is longer" in f.message
 
 
+def test_the_exception_with_its_own_remedy_counts_more_than_one_of_shapes(tmp_path: Path) -> None:
+    again = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    shapes = "RuntimeError: Sizes of tensors must match except in dimension 0. Expected 12 but got 9\n"
+    dispatch = "RuntimeError: You can't use batches of different size with `dispatch_batches=True`"
+    f = only(diagnose(tmp_path, raised(0, shapes, prefix="") + again + raised(0, dispatch, prefix="")))
+    assert f.message.startswith("a process raised RuntimeError: You can't use batches") and "because of" in f.message
+    assert f.advice.startswith("pass dispatch_batches=False")
+    f = only(
+        diagnose(tmp_path, raised(0, shapes, prefix="") + again + raised(0, "RuntimeError: step failed", prefix=""))
+    )
+    assert f.message.startswith("a process raised RuntimeError: Sizes of tensors") and "max_length" in f.advice
+
+
+def test_the_error_of_rays_driver_follows_that_of_its_worker(tmp_path: Path) -> None:
+    driver = "ray.train.v2.api.exceptions.WorkerGroupError: Training failed due to worker errors:\n[Rank 3 Error Snippet]:\nray.exceptions.OutOfMemoryError: Task was killed due to the node running low on memory.\n"
+    worker = "2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed due to other reasons\n"
+    f = only(diagnose(tmp_path, worker + raised(0, driver, prefix="")))
+    assert (f.kind, f.cause) == ("rank_lost", "killed") and "WorkerGroupError" not in f.message
+
+
+def test_who_waits_in_horovod_is_not_who_is_late(tmp_path: Path) -> None:
+    missing = "[1,1]<stderr>:Missing ranks:\n[1,1]<stderr>:0: [broadcast.a, broadcast.b ...]\n"
+    steps = "".join(f"[1,{q}]<stdout>:step {n} loss 0.3\n" for n in range(40) for q in (0, 1))
+    (note,) = (n for n in diagnose(tmp_path, missing + steps + "Training finished\n").notes if "Horovod" in n)
+    assert note.startswith("others waited in Horovod for rank 0 on line 2; the job went on") and "rank 1" not in note
+
+
 def test_a_status_of_a_child_process_is_a_signal(tmp_path: Path) -> None:
     line = "[2031-03-02 09:00:00] Child process unexpectedly failed with an exit code 9. pid=7071\n"
     assert only(diagnose(tmp_path, line)).message == "process 7071 was killed by SIGKILL"

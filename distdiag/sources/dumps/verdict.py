@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -9,14 +10,16 @@ from msgspec.structs import replace
 
 from distdiag import guard
 from distdiag.diagnosis import kinds
-from distdiag.diagnosis.culprit.verdict import judge
+from distdiag.diagnosis.culprit.verdict import Verdict, judge
 from distdiag.diagnosis.model.findings import Certainty, Finding, Report, Severity, State
-from distdiag.diagnosis.model.snapshot import Snapshot
+from distdiag.diagnosis.model.snapshot import RankState, Snapshot
 from distdiag.diagnosis.model.syntax import Source, no_source
 from distdiag.diagnosis.rules import mismatch
 from distdiag.diagnosis.text.incident_finding import incident_finding
 from distdiag.diagnosis.text.template import filled
+from distdiag.diagnosis.waits import compatible
 from distdiag.diagnosis.waits.graph import build
+from distdiag.diagnosis.waits.wait import Wait
 from distdiag.errors import DistdiagError
 from distdiag.sources.dumps import absent, stuck_messages
 from distdiag.sources.dumps import culprits as dump_stalls
@@ -85,7 +88,7 @@ def _judge(
         raise NoDumps(loaded)
     snapshot = with_places(snapshot, places)
     graph = build(snapshot)
-    proofs = [incident_finding(snapshot, verdict) for verdict in judge(snapshot, graph, source=source)]
+    proofs = [_proof(snapshot, verdict) for verdict in judge(snapshot, graph, source=source)]
     found = [f for f in proofs if f.certainty == Certainty.PROVED]
     message = None  # holds however long the ranks have waited
     blame = dump_stalls.judge(snapshot, graph, loaded.stale)
@@ -137,6 +140,34 @@ def _judge(
     )
 
 
+def _proof(snapshot: Snapshot, verdict: Verdict) -> Finding:
+    """Return the finding on an incident; on a gather of unequal sizes, with the reason if the ranks' earlier calls show it.
+
+    FSDP gathers its modules in a cycle: the odd size is the one that is due after this call.
+    """
+    wait, culprits, f = verdict.wait, verdict.culprits, incident_finding(snapshot, verdict)
+    if f.cause != "shape" or not culprits or wait.p2p or "all_gather" not in wait.calls[culprits[0]].op:
+        return f
+    each = [_earlier(snapshot.ranks[q], wait) for q in wait.calls]
+    seen = min(map(len, each))
+    odd = {(wait.calls[q].op, compatible.elements(wait.calls[q])) for q in culprits}
+    if any(calls[:seen] != each[0][:seen] for calls in each):
+        return f
+    newest = each[0][:seen]
+    cycle = next((n for n in range(2, seen // 2 + 1) if newest[:n] == newest[n : 2 * n]), 0)
+    if not cycle or newest[cycle - 1] == newest[cycle - 2] or odd != {newest[cycle - 2]}:
+        return f
+    message = f.message + filled(_SKIPS, culprits=culprits, cycle=cycle)
+    return replace(f, message=message, advice=filled(_SKIPS_ADVICE, culprits=culprits))
+
+
+def _earlier(state: RankState, wait: Wait) -> list[tuple[str, int | None]]:
+    """Return (operation, size) of a rank's calls before this one in its group, the newest first, up to the first gap."""
+    calls = {c.seq: (c.op, compatible.elements(c)) for c in state.calls if c.group == wait.group and not c.p2p}
+    before = range(wait.seq - 1, max(wait.seq - 2 * MAX_CYCLE, 0), -1)
+    return [calls[seq] for seq in itertools.takewhile(calls.__contains__, before)]
+
+
 def with_places(snapshot: Snapshot, places: Mapping[int, Position]) -> Snapshot:
     """Return the snapshot with where each rank is, by its stack: records in JSON have none, and none of a rank that issued nothing."""
     ranks = dict(snapshot.ranks)
@@ -176,6 +207,12 @@ def _state(found: list[Finding], running: bool | None) -> State:
     return State.WAITING if waits and not running else State.RUNNING  # whether it runs is not known
 
 
+MAX_CYCLE = 256  # calls
+_SKIPS = "; {culprits} {culprits:has|have} the size that is due after this call, by the cycle of {cycle} calls that all ranks repeat: most likely {culprits:it|they} left out a call"
+_SKIPS_ADVICE = (
+    "see which module {culprits} {culprits:skips|skip} (a branch on the data, as a batch without images): FSDP gathers its parameters, and all ranks "
+    "must run the same modules in the same order, if need be on a dummy input whose output counts 0"
+)
 _STALE = "the {stale:dump|dumps} of {stale} {stale:is|are} older than the rest: operations missing there may have been issued later"
 _NOTHING_OPEN = "every recorded operation has completed: if the job hangs, it hangs outside of communication; take the stacks (`py-spy dump`)"
 _IF_RUNNING = "none, if the job ran on"

@@ -38,7 +38,7 @@ _OF_C10 = re.compile(rb"Exception raised from |(?:\[rank\d{1,6}\]:)?\[[IW]\d{4} 
 _PID = bounded(r"\b[Pp]rocess (\d{1,9})\b")
 _SHOWN = bounded(r"\D{0,30}\d{1,12}(?:\D{1,40}\d{1,12})?")  # how far it is
 _NO_PROGRESS = bounded(
-    r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b|\bResult\(metrics="
+    r"(?:Error|Exception)(?::|$)|\b(?:ERROR|FATAL|[Ff]ailed|[Tt]imed? ?out|NCCL WARN|Loading)\b|\bResult\(metrics=|\b(?:validation|test) loss at iteration\b"
 )
 # an error that a program logs, with the time and level of a logger: it went on after that
 _LOGGED = bounded(r"\d\d:\d\d:\d\d.{0,60}?\bERROR\b(?!.{0,99}(?:Traceback|distributed[./]elastic))")
@@ -85,6 +85,8 @@ _WELL = (
     ("file", bounded(r"(?:^|[\]:|)>-] ?)(?i:finished), (?:cleaning up|destroying|shutting down)\b|\b(?i:all (?:ranks|workers|processes|nodes) (?:have |are )?(?:finished|completed|done))(?:\W{0,3}$|,? (?:without|with no) errors?\b|,? successfully\b|, (?:cleaning up|destroying|shutting down)\b)" + _BUT)),
     ("file", bounded(r"^(?!.{0,200}\b(?i:eval|val|test|warm|load|sav)).{0,200}?(?:^|[\]:|)>-] ?)(?i:(?:all )?(?:done|finished|completed?)[,:;.!]).{0,60}\b\d[\d,]{0,12} (?:iterations|iters|steps|epochs|updates)\b" + _BUT)),
     ("file", bounded(r"(?:^|[\]:|)>-] ?)\[?exiting program (?:after \d{1,12} (?:iterations|minutes)|at iteration \d{1,12})(?:\]|\W{0,3}$)")),  # Megatron
+    # Ray Train, nccl-tests
+    ("file", bounded(r"\[State Transition\] SHUTTING_DOWN -> FINISHED\b|^Result\(metrics=.{0,900}, error=None\)|^# Out of bounds values : 0 OK\b")),
     # fairseq; torchvision and DETR, detectron2; YOLO
     ("file", bounded(r"(?i:\b(?:done|finished|completed) training\b)(?! (?:iter|epoch|step))|(?:^|[\]:|)>-] ?)(?:(?:Total )?[Tt]raining time:? |[Dd]one in |Overall training speed: \d{1,12} iterations in )\d{0,4}\D{0,8}\d{1,4}:\d\d:\d\d\b|\b\d{1,6} epochs completed in \d" + _BUT)),
     ("file", bounded(r"(?i:\btraining progress|\bepochs)\b[^|]{0,20}: {1,9}100%\|[^|]{0,80}\| *(\d{1,15})/\1 \[")),  # the bar of all loops
@@ -98,11 +100,16 @@ _WELL = (
 WHOLE = ("job", "file", "agent", "exit")  # of these, nothing is left to do after the line
 # one of them is in every line that such a pattern, or `_TESTED`, matches: these take long
 _OF_END = bounded(
-    r"(?i:complete|succe|finish|done|passed|reached|stopped|runtime|exit|return|shutdown|100%|training (?:time|speed)|ran \d)"
+    r"(?i:complete|succe|finish|done|passed|reached|stopped|runtime|exit|return|shutdown|100%|error=none|out of bounds|training (?:time|speed)|ran \d)"
 )
 # a shell's prompt: the command before it is over; one that shows another file, and any other
 _PROMPT = bounded(r"^(?:\S{0,80}\$|\S{1,80}#) (?P<shows>(?:tail|head|cat|zcat|less|grep|sed|awk)\s)?\S")
 _SHOWS = re.compile(rb"(?m)^(?:\S{0,80}\$|\S{1,80}#) (?:tail|head|cat|zcat|less|grep|sed|awk)\s")
+# Hugging Face's summary of a training; a bar of tqdm without a name may be drawn once more after that
+_SUMMARY = bounded(
+    r"'train_runtime': '?(?P<s>\d{1,9}(?:\.\d{1,6})?)\b.{0,200}'train_steps_per_second': '?(?P<rate>\d{1,9}(?:\.\d{1,6})?)\b"
+)
+_DRAWN = bounded(r"^\d%\|\D{0,30}(\d{1,12})$")
 # a bar of tqdm: what it counts, how far it is
 _BAR = bounded(
     r"^(?P<what>[A-Za-z][^|%]{2,80}?):? {1,9}\d{1,3}%\|.{0,80}?\| *(?P<n>\d{1,15})/(?P<of>\d{1,15}) \[[\d:]{4,12}<(?P<left>[\d:]{4,12})\b"
@@ -305,6 +312,10 @@ class FileEnd:
             self.well.setdefault("file", number)
         if who.rank is not None and (m := _TOOK.search(text)) is not None:
             self.took.setdefault(who.rank, (float(m["s"]), PREFIX.sub("", text).strip()))
+        if len(self.moved) == 1 and (m := _SUMMARY.search(text)) is not None:
+            bar = _DRAWN.match(self.moved[0][1])
+            if bar is not None and abs(int(bar[1]) - float(m["s"]) * float(m["rate"])) <= 1 + 0.01 * float(m["s"]):
+                self.moved, self.progress = [], {}  # it stands at the steps that were made
         if progress is None:
             return
         shown = (at := _SHOWN.match(text, progress.start())) and at[0]

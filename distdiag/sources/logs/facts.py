@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+from distdiag.diagnosis.model.findings import rank_list
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.sources.logs.ends import PREFIX, FileEnd, Loss
 from distdiag.sources.logs.message import Message, Role
@@ -16,6 +17,7 @@ from distdiag.sources.logs.recorded import Recorded
 from distdiag.sources.logs.writers import Writer
 from distdiag.terms.untrusted import MAX_INT, bounded
 
+A_NODE = 4  # ranks, at least
 MAX_WRITERS = 1 << 16
 # names of processes that can be of a job of torch
 _OF_JOB = bounded(r"(?i:python|pt_|torch|ray|train|deepspeed|accelerate|vllm|mpi|worker|rank|main)")
@@ -205,13 +207,20 @@ class Collected:
         hosts = {host for host, of_host in self.on_host.items() if of_host & ranks}
         return hosts if len(hosts) == 1 and ranks <= self.on_host[min(hosts)] else set()
 
-    def all_of(self, ranks: set[int]) -> str:
-        """Return `all 8 ranks` if these are all of the job, as far as the log shows it; empty if they are not."""
+    def all_of(self, ranks: set[int], of_node: bool = False) -> str:
+        """Return `all 8 ranks` if these are all of the job, as far as the log shows it; empty if they are not.
+
+        With `of_node`, those of one node are enough, if the log is only of that node.
+        """
         ended = {f.fields["pid"] for f in self.facts if f.role is Role.EXIT and "pid" in f.fields}
         runs = {f.run for f in self.facts}
-        most = max(len(ended.union(pid for pid, run in self.closed.items() if run in runs)), self.world_size or 0)
-        if not ranks >= self.ranks or len(ranks) < max(most, 2) or len(ranks) <= max(ranks):
+        here, n = len(ended.union(pid for pid, run in self.closed.items() if run in runs)), len(ranks)
+        most = max(here, self.world_size or 0)
+        if not ranks >= self.ranks or n < max(here, 2):
             return ""
+        if n < most or n <= max(ranks):
+            node = n >= A_NODE and min(ranks) % n == 0 and max(ranks) - min(ranks) < n and len(self.on_host) < 2
+            return f"{rank_list(ranks)}, all in the log," if of_node and node else ""
         return f"all {len(ranks):,} ranks" + (" in the log" if not most else "")
 
     @cached_property

@@ -38,7 +38,7 @@ _ADDRESS = bounded(r"0x[0-9a-f]+")
 _NUMBER = bounded(r"(?P<code>\b(?:[Ee]rror[ _]code|[Ee]rrno)\W{0,3}(?:is )?\d+)|0x[0-9a-f]+|\d+")
 _TP_WORKER = bounded(r"Worker_TP(\d{1,4})(?:_EP\d{1,4})? pid=")  # of vLLM, which adds DP and PP if there are several
 ERRORS = ("crashed", "configuration")  # causes of a process that reports its own error
-_OF_PROGRAM = (*ERRORS, "gradient", "loss")  # causes that all ranks may have at once
+_OF_PROGRAM = (*ERRORS, "gradient", "loss", "gradients_not_synced")  # causes that all ranks may have at once
 _OF_STORE = ("DistNetworkError", "DistStoreError")  # raised before any collective
 
 
@@ -303,7 +303,8 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         r.ranks, r.inferred, r.guessed = absent, True, True
     ranks, others = tuple(sorted(r.ranks)), tuple(sorted(waited.keys() - r.ranks))
     by_name = {int(m[1]) for name in r.unnamed if (m := _TP_WORKER.match(name))} if not found.ranks else set[int]()
-    everyone = "" if others or r.facts[0].message.about or r.meaning.cause not in _OF_PROGRAM else found.all_of(r.ranks)
+    of_all = r.meaning.cause in _OF_PROGRAM and not (others or r.facts[0].message.about)
+    everyone = found.all_of(r.ranks, r.advice in meanings.OF_ALL) if of_all else ""
     of_node = bool(r.facts) and all(f.of_node for f in r.facts)
     unordered = any(before(r.facts[0], waited[q]) is None for q in others if waited[q].role is Role.WAIT)
     in_collective = bool(r.facts) and all(f.in_collective for f in r.facts)
@@ -327,7 +328,6 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
     if nodes == {""}:
         advice += "; the log does not name the node: the rank is the same only on the first one"
     doubtful = bool(r.facts) and all(f.doubtful for f in r.facts)
-    sites = r.sites or {}
     common = next((f.site for f in r.facts if f.site is not None and f.role is not Role.EXIT), None)
     by_settings = advice in OF_SERVICE or (everyone and r.facts[0].message.of_program)  # of the service's client
     return finding(
@@ -336,9 +336,9 @@ def of_reason(r: Reason, found: Collected, waited: dict[int, Fact]) -> Finding:
         [*r.reported, *r.facts],
         message,
         advice,
-        culprits=() if everyone or nodes - {""} else ranks or by_name,
+        culprits=() if everyone or nodes - {""} or kind.kind == "replica_drift" else ranks or by_name,
         victims=ranks if everyone else others,
-        sites={q: site for q in ranks or by_name if (site := sites.get(q, common)) is not None},
+        sites={q: site for q in ranks or by_name if (site := r.sites.get(q, common)) is not None},
         proved=bool(ranks)
         and r.meaning.cause != "silent"
         and r.meaning.kind != "mismatch"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from distdiag.diagnosis.known_errors import BUS_ERROR, FULL_GPU, TAKEN_PORT
+from distdiag.diagnosis.known_errors import BUS_ERROR, FULL_GPU, PARALLEL_SIZES, TAKEN_PORT
 from distdiag.sources.logs.message import Meaning
 from distdiag.terms.untrusted import bounded
 
@@ -63,7 +63,10 @@ STOPS: Mapping[str, str] = MappingProxyType({
 _AFTER_STOP = (
     (bounded(r"over memory limit|h_vmem"), "give the job more host memory (request_memory, h_vmem), or use fewer DataLoader workers"),
     (bounded(r"RUNLIMIT"), "give the job more time (bsub -W), or save a checkpoint before the limit (bsub -wa USR1 -wt 2 sends that signal two minutes before it) and submit it again"),
-    (bounded(r"(?<!LSF run )time limit|[Dd]eadline|walltime|h_rt"), "give the job more time (--time, activeDeadlineSeconds), or save a checkpoint before the limit (sbatch --signal=USR1@120) and requeue it"),
+    (bounded(r"[Dd]eadline"), "give the job more time (activeDeadlineSeconds), and resume from its newest checkpoint"),
+    (bounded(r"walltime"), "give the job more time (qsub -l walltime=), or save a checkpoint before the limit and submit it again"),
+    (bounded(r"h_rt"), "give the job more time (qsub -l h_rt=), or save a checkpoint before the limit (qsub -notify, -l s_rt=) and submit it again"),
+    (bounded(r"(?<!LSF run )time limit"), "give the job more time (--time), or save a checkpoint before the limit (sbatch --signal=USR1@120) and requeue it"),
     (bounded(r"preempt|PREEMPT|interruption"), "a preempted job is not faulty: {again}, and let it resume from its newest checkpoint"),
     (bounded(r"was low on|exceeds the (?:total )?limit"), "give the pods a request and a limit of what ran out (resources.requests), or use less of it: caches and checkpoints on a volume"),
 )  # fmt: skip
@@ -109,6 +112,7 @@ LOG_ON_ALL = (
 )
 FIRST = "read what that rank printed before it first: the others may only have failed after it"
 OF_ONE_HOST = "only the ranks of {host} have it: compare that host with the others: driver, packages (`pip freeze`), environment variables, mounts and data; if they are equal, start without it"
+OF_ALL = (SAME_EVERYWHERE, PARALLEL_SIZES)  # about an exception that ranks not in the log have, too
 # about an exception of no, one or more ranks, if its text says nothing
 GENERAL = (
     "read its traceback",

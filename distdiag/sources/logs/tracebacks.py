@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from distdiag.diagnosis.consequences import AWAITS_WORKERS, CONNECTION_LOST, OF_OTHERS
+from distdiag.diagnosis.known_errors import OF_SHAPES, remedy
 from distdiag.sources.dumps.entries import user_site
 from distdiag.sources.logs.build import OF_NODE
 from distdiag.sources.logs.facts import MAX_WRITERS, Collected, Fact, Line, source_of
@@ -337,7 +338,7 @@ class Tracebacks:
     def _chained(self, earlier: Fact, fact: Fact) -> Fact:
         """Return which of two exceptions counts, the second of which was raised while the first was handled.
 
-        The first one is the reason; one of a known kind counts more than any other.
+        The first one is the reason; one of a known kind counts more than any other, and one with its own remedy more than one of shapes.
         """
         if earlier.name != "exception" and (fact.name in ("exception", earlier.name) or not earlier.direct):
             self._found.facts.remove(fact)
@@ -349,7 +350,8 @@ class Tracebacks:
         fact.warned = fact.warned or earlier.warned
         first, last = (f"{f.fields['type']}: {f.fields['what']}".removesuffix(": ") for f in (earlier, fact))
         fact.site = earlier.site or fact.site
-        if earlier.direct or earlier.fields["type"] in _QUESTIONS:
+        named = remedy(first, "") == OF_SHAPES != remedy(last, OF_SHAPES)
+        if earlier.direct or named or earlier.fields["type"] in _QUESTIONS:
             fact.fields["cause"] = earlier.fields.get("cause", first)
         elif first != last:
             fact.fields, fact.text = earlier.fields | {"then": last}, earlier.text

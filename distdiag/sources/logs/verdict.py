@@ -450,7 +450,7 @@ def _of_the_past(past: list[Fact], facts: list[Fact], failed: bool) -> str:
     ends = [f for f in past if f.path == e.path and f.line > e.line]
     if any(f.message.of_ranks or (f.role is Role.EXIT and f.rank == e.rank is not None) for f in ends):
         return f"{_in_short(e)}, by which a run in this log ended; the job {went_on} in a later one"
-    if e.of_host or e.name == "port_error":
+    if e.of_host or e.name in ("port_error", "horovod_stall"):
         return f"{_in_short(e)}; the job {'began later' if e.early else went_on + ' after that'}"
     if e.role in (Role.EXIT, Role.STOP) or e.uncaught:
         return f"{_in_short(e)}; the job {went_on} without it, or was started again"
@@ -461,6 +461,8 @@ def _in_short(f: Fact) -> str:
     """Return who failed, or what stopped the job, and on which line."""
     if f.role is Role.STOP:
         return f"{_stop(f)} ({f.of_line})"
+    if f.name == "horovod_stall":  # its writer is one that waited
+        return f"others waited in Horovod for rank {f.fields['ranks']} on {f.of_line}"
     rank = next((r for r in (f.rank, f.who.rank, f.number("r")) if r is not None), None)
     node = f"node {f.fields['node']}" if "node" in f.fields else ""
     known = MEANINGS.get(f.name)

@@ -19,6 +19,8 @@ MESSAGES = (
        meaning=Meaning("nonfinite", "loss", "found a result that is not finite{step} ({what})", NOT_FINITE), about=("r",)),
     message("loss_scale", C, ("loss scale already at minimum", r"(?:Current )?[Ll]oss scale already at minimum"),
        meaning=Meaning("nonfinite", "gradient", "got gradients that overflow fp16, until the loss scale was at its minimum", "look for NaN in the loss and the data, lower the learning rate, or train in bf16")),
+    message("gradients_differ", C, ("radients are inconsistent", r"[Gg]radients are inconsistent (?:between|across) (?:the )?(?:workers|ranks|processes)"),
+       meaning=Meaning("replica_drift", "gradients_not_synced", "found different gradients on the ranks, after they were reduced", "let one wrapper reduce all gradients: --ddp-backend legacy_ddp (fairseq), no trained parameter outside of DDP, find_unused_parameters=True if a step leaves some out, no second backward under no_sync; and use one kind of GPU on all ranks")),
     message("throttled", H, ("Slowdown", r"^\s{4,99}(?P<what>HW (?:Thermal |Power Brake )?Slowdown)\s{1,99}: Active\s*$")),
     message("reran", F, ("First rerun: ", r"\b[Rr]ank (?P<r>\d{1,6}), node (?P<host>[\w.-]{1,253}), device (?P<device>\d{1,4}), iteration #(?P<step>\d{1,18}): First rerun: unexpected result is reproducible\b")),
     message("rerun", H, (", device ", r"\b[Rr]ank (?P<r>\d+), node (?P<host>[\w.-]{1,253}), device (?P<device>\d+), iteration #(?P<step>\d+): .{0,300}?(?:(?P<transient>(?i:transient) error|First rerun: unexpected result is not reproducible)|(?P<persistent>(?i:persistent) error|not reproducible on a different GPU)|(?P<application>(?i:application) error|(?<!not )reproducible on a different GPU))")),
