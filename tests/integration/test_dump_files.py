@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import Job, clean_env, distdiag, launch, rows, wait_for
+from tests.jobs import Job, clean_env, distdiag, launch, rows, unwrapped, wait_for
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(180)]
 
@@ -73,7 +73,7 @@ def test_a_dump_shows_every_rank_and_is_saved(hanging: Job) -> None:
     assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in shown.stdout
     assert f"looks_for_its_file {line_of(script, 'time.sleep(0.5)')}" in shown.stdout
     assert "in all_reduce #21 default_pg" in shown.stdout
-    *saved, hint = shown.stderr.splitlines()[-3:]  # stdout is data
+    *saved, hint = unwrapped(shown.stderr).splitlines()[-3:]  # stdout is data
     assert saved[0] == "saved: the stacks in R/stacks/latest.json" and "the flight records of 2 ranks" in saved[1]
     assert hint == "next: distdiag diagnose R"
 
@@ -121,7 +121,7 @@ def test_a_rank_that_cannot_answer_is_named_and_ends_the_dump_with_5(hanging: Jo
     finally:
         os.kill(pid, signal.SIGCONT)
     assert late.returncode == 5, late.stderr
-    output = [line for line in late.stderr.splitlines() if not line.startswith(("saved: ", "next: "))]
+    output = [line for line in unwrapped(late.stderr).splitlines() if not line.startswith(("saved: ", "next: "))]
     assert len(output) == 1 and "Traceback" not in late.stderr
     assert re.search(r"\branks? 1\b", output[0]) and not re.search(r"\branks? 0\b", output[0])
     assert f"sums_up {line_of(script, 'dist.all_reduce(x)')}" in late.stdout  # the other ranks' answers are kept

@@ -24,7 +24,7 @@ from distdiag.probekit.step.on_paper import compute
 from distdiag.probekit.step.paper import Link, Sheet, read_link
 from distdiag.probekit.step.sizes import Counted, Stated
 from distdiag.train.models import build_model
-from tests.jobs import REPOSITORY
+from tests.jobs import REPOSITORY, unwrapped
 
 GIB = 2**30
 
@@ -223,11 +223,11 @@ def test_the_command_prints_table_tree_and_verdict(capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert err == "" and out.isascii()
-    assert lines[0] == (
+    assert unwrapped(out).startswith(
         "pass  step: recommended: fsdp on 8 ranks for 7B parameters (bfloat16, adamw: 2 + 2 + 12 bytes for each parameter); "
         "67.0 GiB of 80.0 GiB left for activations"
     )
-    assert [text[6:8] for text in lines[1:5]] == ["1.", "2.", "3.", "4."]
+    assert [text[6:8] for text in lines if text[6:8] in ("1.", "2.", "3.", "4.")] == ["1.", "2.", "3.", "4."]
     cells = next(text for text in lines if text.startswith("FSDP (fully_shard)      8")).split()
     assert cells[3:] == ["1.6", "GiB", "1.6", "GiB", "9.8", "GiB", "-", "67.0", "GiB", "yes", "34.2", "GiB", "1,470.0"]
     assert "ranks, none" not in out, "no rank ran"
