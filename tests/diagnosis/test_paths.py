@@ -428,6 +428,27 @@ def test_a_rank_past_a_loop_with_as_many_rounds_everywhere_has_ended_one_early(r
     assert part(SHORT_ROUNDS.format(rounds=rounds), [("B", "main")], [("A", "main")]) == found
 
 
+CALLBACKS = """
+    def fit(self):
+        for x in self.{items}:
+            x.begins()  # A
+        step()  # B
+
+    def begins(self):
+        if self.path.exists():
+            broadcast()  # C
+"""
+
+
+@pytest.mark.parametrize(
+    ("items", "found"),
+    [("callbacks", ["if self.path.exists()"]), ("parts", ["for x in self.parts"])],
+)
+def test_of_the_callbacks_that_all_ranks_have_one_went_another_way(items: str, found: list[str]) -> None:
+    source = CALLBACKS.format(items=items)
+    assert part(source, [("B", "fit")], [("C", "begins"), ("A", "fit")]) == found
+
+
 RELAYED = """
     class Node:
         def __init__(self, place):

@@ -175,10 +175,13 @@ def conditions_between(
     rounds = [g for g in their_path.common if g.depth == their_path.depth and isinstance(g.way_out, ast.Continue)]
     # a round that ended early, in a loop that has ended for this rank and has as many rounds on every rank
     even = (g for g in their_path.own if g.kind is GuardKind.INSIDE and their_path.has_left(g) and not g.can_differ())
+    ends_or_branches = [(Way.LEFT, left_there[2]), (Way.SKIPPED, held_there)]
+    if any(rank_tests.is_over_registered(g.node) for g in left_there[2]):
+        ends_or_branches.reverse()  # of callbacks, one of which went another way
     tries = [
         *((Way.LEFT, sort) for sort in (_innermost(their_path) if pair.again else ())),
         *((Way.MORE, sort) for sort in (_innermost(path) if pair.stays else ())),
-        (Way.ALONE, held), *zip((Way.SKIPPED, Way.LEFT, Way.LEFT), left_there, strict=False), (Way.SKIPPED, held_there),
+        (Way.ALONE, held), *zip((Way.SKIPPED, Way.LEFT), left_there, strict=False), *ends_or_branches,
         *zip((Way.ALONE, Way.STAYED, Way.STAYED), left, strict=False),
         (Way.SKIPPED, rounds), (Way.ROUND, [g for loop in even for g in loop.ways_out(ast.Continue)]),
     ]  # fmt: skip

@@ -27,6 +27,8 @@ _SAME = {
 }  # fmt: skip
 # containers of submodules, and what a module lists: the ranks of a job build the same module
 _OF_MODULES = {"ModuleList", "ModuleDict", "Sequential", "ParameterList"}
+# what a program registers once, mostly the same on all ranks
+_REGISTERED = re.compile(r"(?:^|[._])(?:callbacks|hooks|plugins|listeners|observers)(?:\.(?:values|items)\(\))?$")
 _LISTS = re.compile(r"\.(?:named_)?(?:parameters|modules|children|buffers)\(\)\)?$")
 
 
@@ -52,6 +54,11 @@ def can_end_unevenly(loop: ast.For | ast.AsyncFor | ast.While, constant: frozens
     if _LISTS.search(ast.unparse(loop.iter)):
         return False
     return not _names(loop.iter) <= _SAME | constant
+
+
+def is_over_registered(loop: ast.AST) -> bool:
+    """True of `for callback in self.callbacks`."""
+    return isinstance(loop, ast.For) and _REGISTERED.search(ast.unparse(loop.iter)) is not None
 
 
 @lru_cache(16)
