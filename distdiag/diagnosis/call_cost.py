@@ -217,12 +217,17 @@ GATHERED_AGAIN = (
     "SHARD_GRAD_OP), or let each call carry more (`fully_shard` on larger blocks)"
 )
 IN_BACKWARD = (
-    "backward starts it: let each call carry more (`fully_shard` on larger blocks), reduce in bf16 (reduce_dtype of MixedPrecisionPolicy), "
+    "let each reduction of the backward carry more (`fully_shard` on larger blocks), reduce in bf16 (reduce_dtype of MixedPrecisionPolicy), "
     "or accumulate, with set_requires_gradient_sync(False) in all but the last backward"
+)
+OF_LAYERS = (
+    "the model's own layers need each result (batch norm over ranks, gathered embeddings, tensor parallelism): fuse layers, so that one call serves "
+    "several (q, k and v), let fewer ranks take part, or give each rank a larger batch"
 )
 _ADVICE: tuple[tuple[Callable[[Line], bool], str], ...] = (
     (lambda x: x.again, AGAIN),
     (lambda x: x.grew is not None, HISTORY),
+    (lambda x: x.site.function in ("forward", "backward") or (".backward(" in x.source and x.op == "all_reduce"), OF_LAYERS),
     (lambda x: ".backward(" in x.source and x.op.startswith("all_gather"), GATHERED_AGAIN),
     (lambda x: ".backward(" in x.source and "reduce" in x.op, IN_BACKWARD),
     (lambda x: x.op == "barrier",

@@ -376,6 +376,8 @@ def test_the_line_that_costs_most_is_named() -> None:
         ({"op": "barrier", "n_bytes": 0, "per_step": 1, "wait_ms": 48.0}, "leave the barrier out"),
         ({"op": "all_gather", "site": Site("/job/objects.py", 3, "log")}, "instead of pickled objects"),
         ({"op": "reduce_scatter_tensor", "n_bytes": 1 << 19, "site": Site("/job/train.py", 2)}, "on larger blocks"),
+        ({"n_bytes": 1 << 19, "site": Site("/job/train.py", 2)}, "fuse layers"),  # of tensor parallelism
+        ({"site": Site("/job/objects.py", 1, "forward")}, "fuse layers"),
         ({"op": "scatter", "site": Site("/job/train.py", 2)}, "one call"),  # of what a loss has gathered
         ({"op": "all_gather", "per_step": 1, "wait_ms": 48.0}, "call it less often, send less"),
     ],
