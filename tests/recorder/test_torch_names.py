@@ -25,7 +25,7 @@ NOT_TORCHS = {
     "_replace", "_distdiag", "_start_method", "_dump_", "_FR_SELF_RECORDING_BACKENDS",
 }  # fmt: skip
 # of every module and tensor: no torch is without
-KEPT = {"_modules", "_version"}
+KEPT = {"_base", "_modules", "_version"}
 # without which one part is left out, as a whole
 PARTS = {"Join": "uneven inputs", "register_optimizer_step_pre_hook": "steps", "_BaseDataLoaderIter": "loaders"}
 # Each child is a rank of a job of its own, on a recorder whose source has another name in the place of one of torch's.
