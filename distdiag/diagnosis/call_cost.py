@@ -171,14 +171,15 @@ class _Counted(NamedTuple):
 
 
 def _counted_as(site: Site, small: bool, source: Source) -> dict[_Counted, str]:
-    """Return what the cost of a call is added to, each with the site that it counts for there.
+    """Return what the cost of a call is added to, each with the site of the call there.
 
-    The line that calls its helper, or, for calls that are alike, their function. A small call also counts for the helper's own line.
+    That is the line that calls its helper; of `full_tensor` and of objects, the function. The cost of a small call is also added to the
+    helper's own line.
     """
     line = line_at(site, source)
-    alike = next((word for word in (_FULL_TENSOR, _OBJECTS) if word in line), None)
-    if alike is not None:
-        return {_Counted(f"{site.file} {site.function} {alike}"): site.key}
+    word = next((word for word in (_FULL_TENSOR, _OBJECTS) if word in line), None)
+    if word is not None:
+        return {_Counted(f"{site.file} {site.function} {word}"): site.key}
     out = {_Counted((site.caller or site).key): site.key}
     if site.caller is not None and small:
         own = f"{site.file}:{site.line}"

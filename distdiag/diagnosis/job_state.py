@@ -92,7 +92,8 @@ def _failure(s: Snapshot, bad: list[RankState], worst: list[Finding]) -> str:
     how = first.exception or (_signal(first) if first.signal else code)
     if ending_kind(first) == "echo" and (messages := [f.message for f in worst if kinds.of(f).fatal and f.culprits]):
         return messages[0]
-    failed = [r for r in bad if r is first or ends(s).get(r.rank) != "outside"]  # the launcher ended the rest
+    causes = ends(s)
+    failed = [r for r in bad if r is first or causes.get(r.rank) != "outside"]  # the launcher ended the rest
     return f"rank {first.rank}: {shortened(how, 120)}; {len(failed)} of {len(s.ranks)} failed"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from distdiag.diagnosis.culprit.paths import returns_before
 from distdiag.diagnosis.model import rank_tests, syntax
 from distdiag.diagnosis.model.findings import rank_list
-from distdiag.diagnosis.model.guards import Guard, GuardKind, on_stack
+from distdiag.diagnosis.model.guards import Guard, GuardKind, handler_past, on_stack
 from distdiag.diagnosis.model.snapshot import DEAD, RankState, Site
 from distdiag.diagnosis.model.syntax import FUNCTIONS, Source, tree_of
 from distdiag.diagnosis.text.phrases import at
@@ -143,8 +143,8 @@ def _similar(key: str, states: Iterable[RankState]) -> list[RankState]:
 
 def caught_around(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:
     """Return (text, site) of the innermost `except` around the frames of a stack after which the script goes on."""
-    around = (guard for guard in reversed(on_stack(stack, source)) if guard.kind is GuardKind.PASSED)
-    return next(((x.text, x.place) for x in around if isinstance(x.node, ast.ExceptHandler)), None)
+    handler = handler_past(stack, source)
+    return (handler.text, handler.place) if handler is not None else None
 
 
 def hidden_error(stack: Sequence[Site], source: Source) -> tuple[str, Site] | None:

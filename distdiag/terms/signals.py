@@ -1,8 +1,10 @@
-"""Names of signals."""
+"""Names of signals, and those by which native code ends a process."""
 
 from __future__ import annotations
 
 import signal
+
+NATIVE_CRASHES = {signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 def signal_name(number: int) -> str:

@@ -399,10 +399,10 @@ def _kernels(late: int, recorded: Mapping[int, Recorded]) -> tuple[str, str]:
 def _some_kernels(
     own: Mapping[str, tuple[float, float]], peers: Sequence[Mapping[str, tuple[float, float]]], longer: float
 ) -> str:
-    """Name the kernel that takes most of the extra time; empty if those that slow alike are most of what the others run."""
+    """Name the kernel that takes most of the extra time; empty if most kernels, by their time on the others, are slower."""
     theirs = {name: statistics.median(x.get(name, (0.0, 0.0))[1] for x in peers) for x in peers for name in x}
-    alike = sum(us for name, us in theirs.items() if own.get(name, (0.0, 0.0))[1] >= us * (1 + (longer - 1) / 2))
-    if alike >= MOST * sum(theirs.values()):
+    slower = sum(us for name, us in theirs.items() if own.get(name, (0.0, 0.0))[1] >= us * (1 + (longer - 1) / 2))
+    if slower >= MOST * sum(theirs.values()):
         return ""
     name = max(own, key=lambda name: own[name][1] - theirs.get(name, 0.0))
     us, usual = own[name][1], theirs.get(name, 0.0)

@@ -97,12 +97,22 @@ def test_an_idle_rank_is_lost_if_another_needs_it(tmp_path: Path) -> None:
 
 
 LEAVES = """
-import os, time
+import os, sqlite3, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
-for _ in range(20):
-    dist.all_reduce(torch.ones(10))
-    time.sleep(0.1)
+database, until = os.environ["DISTDIAG_RUN_DIR"] + "/run.db", time.monotonic() + 60
+
+def watched():
+    try:
+        return sqlite3.connect(database).execute("SELECT count(*) FROM rank WHERE life = 'running'").fetchone()[0] == 2
+    except sqlite3.Error:
+        return False
+
+ready = torch.zeros(1)
+while ready < 2:  # both ranks see that the monitor knows both
+    ready.fill_(watched() or time.monotonic() > until)
+    dist.all_reduce(ready)
+    time.sleep(0.05)
 dist.destroy_process_group()
 os._exit(5)
 """

@@ -28,7 +28,7 @@ NOT_TORCHS = {
 KEPT = {"_base", "_modules", "_version"}
 # without which one part is left out, as a whole
 PARTS = {"Join": "uneven inputs", "register_optimizer_step_pre_hook": "steps", "_BaseDataLoaderIter": "loaders"}
-# Each child is a rank of a job of its own, on a recorder whose source has another name in the place of one of torch's.
+# Each child runs a job with one rank. In the source of its recorder, one of torch's names is replaced by another.
 DRIVER = """
 import importlib.abc, importlib.machinery, json, os, re, sys, warnings
 import torch, torch._dynamo, torch.distributed as dist, torch.utils.data, torch.distributed.algorithms.join

@@ -177,15 +177,10 @@ def over_set(case: Case) -> Testimony | None:
     sites = {call.site for call in case.wait.calls.values()}
     around = on_stack(site.path, case.source) if len(sites) == 1 and (site := sites.pop()) is not None else ()
     loop = next((guard for guard in reversed(around) if isinstance(guard.node, ast.For)), None)
-    tree = tree_of(loop.place.file, case.source) if loop is not None else None
-    over = loop.test if loop is not None else None
-    if (
-        loop is None
-        or over is None
-        or tree is None
-        or not is_set(over, tree)
-        or any(_of_ranks(case, [*case.wait.calls]))
-    ):
+    if loop is None or loop.test is None or any(_of_ranks(case, [*case.wait.calls])):
+        return None
+    over, tree = loop.test, tree_of(loop.place.file, case.source)
+    if tree is None or not is_set(over, tree):
         return None
     return Testimony(
         text=f"; `{loop.text}`{at(loop.place)} goes over a set",

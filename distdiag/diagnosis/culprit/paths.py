@@ -15,7 +15,7 @@ from typing import NamedTuple
 from distdiag.diagnosis.culprit import callers
 from distdiag.diagnosis.culprit.callers import function_key
 from distdiag.diagnosis.model import rank_tests, syntax
-from distdiag.diagnosis.model.guards import Guard, GuardKind, on_stack
+from distdiag.diagnosis.model.guards import Guard, GuardKind, handler_past, on_stack
 from distdiag.diagnosis.model.snapshot import Site
 from distdiag.diagnosis.model.syntax import Source, tree_of
 
@@ -283,10 +283,8 @@ def returns_before(site: Site, source: Source) -> list[Condition]:
 
 def handler_around(stack: Sequence[Site], source: Source) -> list[Condition]:
     """Return the innermost handler that leads past a call on a stack after an error before it."""
-    handlers = [
-        g for g in on_stack(stack, source) if isinstance(g.node, ast.ExceptHandler) and g.kind is GuardKind.PASSED
-    ]
-    return [_condition(g, Way.SKIPPED) for g in handlers[-1:]]
+    handler = handler_past(stack, source)
+    return [_condition(handler, Way.SKIPPED)] if handler is not None else []
 
 
 def short_rounds(stack: Sequence[Site], source: Source) -> list[Condition]:

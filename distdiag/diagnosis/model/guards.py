@@ -222,6 +222,12 @@ def on_stack(stack: Sequence[Site], source: Source, callee: str = "") -> list[Gu
     return out
 
 
+def handler_past(stack: Sequence[Site], source: Source) -> Guard | None:
+    """Return the innermost `except` around the frames of a stack after which the script goes on; None if there is none."""
+    around = reversed(on_stack(stack, source))
+    return next((g for g in around if g.kind is GuardKind.PASSED and isinstance(g.node, ast.ExceptHandler)), None)
+
+
 def _loop(kind: GuardKind, node: ast.For | ast.AsyncFor | ast.While) -> Guard:
     return Guard(kind, node, test=node.test if isinstance(node, ast.While) else node.iter)
 

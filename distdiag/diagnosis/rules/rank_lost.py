@@ -27,7 +27,7 @@ from distdiag.diagnosis.text.phrases import at, connect_advice, shortened, site_
 from distdiag.diagnosis.text.template import Template
 from distdiag.diagnosis.waits.delays import waiting_since
 from distdiag.diagnosis.waits.graph import WaitGraph
-from distdiag.terms.signals import signal_name
+from distdiag.terms.signals import NATIVE_CRASHES, signal_name
 from distdiag.terms.units import counted
 
 kind = kinds.RANK_LOST
@@ -40,7 +40,6 @@ class Limits:
 
 
 limits = Limits()
-_NATIVE_CRASHES = {signals.SIGABRT, signals.SIGSEGV, signals.SIGBUS, signals.SIGILL, signals.SIGFPE}
 _SENT = {signals.SIGUSR1, signals.SIGUSR2, signals.SIGTERM, signals.SIGHUP, signals.SIGINT}
 _EXITS = re.compile(r"(?i)exit|\bquit\b|\babort\b")  # in the line of a rank that ended by its own choice
 KILLED = Template(kind, "killed", "{culprits} {culprits:was|were} killed by {signal}{seen}{site}", "{cost}", "{do}",
@@ -95,7 +94,7 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
         return
     yield from _silent(s, facts.graph)
     # a failure for the launcher: the script ended normally, and the process then crashed natively
-    crashed = [r for r in s.ranks.values() if r.life == Life.FINISHED and r.signal in _NATIVE_CRASHES]
+    crashed = [r for r in s.ranks.values() if r.life == Life.FINISHED and r.signal in NATIVE_CRASHES]
     if crashed and not failed:
         first = min(crashed, key=lambda r: (r.ended_s or 0.0, r.rank))
         signal = signal_name(first.signal or 0)
@@ -146,7 +145,7 @@ def _lost(facts: Facts) -> Finding:
     restarts = f"{counted(s.restarts_left, 'restart')} left"
     ended = "the job cannot continue without it" if victims else "the job ended"
     # only a crash in native code, and a call that it did not leave, have their line; else the newest sample may be older than the end
-    sampled = killed and first.current_site is not None and not (first.ended_waiting or first.signal in _NATIVE_CRASHES)
+    sampled = killed and first.current_site is not None and not (first.ended_waiting or first.signal in NATIVE_CRASHES)
     return (KILLED if killed else LEFT if by_choice and s.restarts_left > 0 else CRASHED)(
         culprits=culprits, victims=victims,
         where=(w for q in facts.cascade.ranks for w in where_stack(s.ranks[q], s.ranks[q].user_stack, state, 3)),

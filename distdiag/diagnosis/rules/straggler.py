@@ -51,11 +51,13 @@ def evaluate(facts: Facts) -> Iterator[Finding | Abstained]:
     slow = [f for f in of_one if f.kind == kind.name and f.severity == Severity.WARNING]
     # the sum of its pauses would only repeat these
     known = {f.culprits for f in slow if f.cause not in (text.PAUSES.cause, "gc")}
-    noted = [f.where[0] for f in facts.reported if f.kind == kind.name and f.cause != text.PAUSES.cause and f.where]
-    pauses = [f for f in list(_in_turn(facts)) or _pauses(facts) if f.culprits not in known]
-    pauses = [
-        f for f in pauses if f.severity != Severity.INFO or not (f.where and f.where[0].file and f.where[0] in noted)
-    ]
+    told = [f.where[0] for f in facts.reported if f.kind == kind.name and f.cause != text.PAUSES.cause and f.where]
+
+    def repeats(f: Finding) -> bool:
+        first = next(iter(f.where), None)
+        return f.culprits in known or (f.severity == Severity.INFO and bool(first and first.file) and first in told)
+
+    pauses = [f for f in list(_in_turn(facts)) or _pauses(facts) if not repeats(f)]
     summed = {f.culprits for f in pauses}
     yield from (x for x in outcomes if isinstance(x, Abstained) or x.culprits not in summed)
     yield from pauses

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from signal import SIGBUS, SIGFPE, SIGHUP, SIGILL, SIGINT, SIGQUIT, SIGSEGV, SIGTERM
+from signal import SIGABRT, SIGHUP, SIGINT, SIGQUIT, SIGTERM
 from typing import Any
 
 from distdiag import source_files
@@ -23,6 +23,7 @@ from distdiag.monitor.ranks.waits import IssueTimes, RankWaits
 from distdiag.page.layout import Blocked, LifeWord, Phase, page_path
 from distdiag.page.reader import PageError, PageReader
 from distdiag.terms import activity
+from distdiag.terms.signals import NATIVE_CRASHES
 
 MEMORY_S, MEMORY_SAMPLES, MEMORY_KEPT = 32.0, 40, 600
 MEMORY_RATE = 1 << 20  # bytes per second; slower growth needs minutes of samples anyway
@@ -61,7 +62,7 @@ _WRITTEN = ("rank", "node", "local_rank", "pid", "step")  # in the header, under
 _sampled, _written = attrgetter(*_SAMPLED), attrgetter(*_WRITTEN)
 # A handler of these signals that ends the script does so with 128 + their number, by convention.
 _BY_HANDLER = {128 + n: int(n) for n in (SIGTERM, SIGINT, SIGHUP, SIGQUIT)}
-_TEARDOWN_CRASHES = (SIGSEGV, SIGBUS, SIGILL, SIGFPE)
+_TEARDOWN_CRASHES = NATIVE_CRASHES - {SIGABRT}  # an abort then is no failure: see `life`
 
 
 def _of_exit(code: int) -> tuple[str, int | None, int | None]:

@@ -28,7 +28,7 @@ HAS_HOOKS = hasattr(dist, "_maybe_attach_flight_recorder")  # then torch's funct
 # other recorders, each with a function: NCCL's
 OWN = [m[1] for name in dir(c10d) if (m := re.fullmatch(r"_dump_(\w+)_trace_json", name)) and m[1] != DEFAULT]
 
-# nccl2 has a hook: https://github.com/pytorch/pytorch, `_maybe_attach_flight_recorder`
+# backends that write a recorder of their own; the default is torch 2.15's
 _RECORD_THEMSELVES = private(dist, "_FR_SELF_RECORDING_BACKENDS", ("nccl", "gloo")) if HAS_HOOKS else ()
 _numbers: dict[int, int] = {}  # by id of a ProcessGroup: number of its hook
 _attached = 0

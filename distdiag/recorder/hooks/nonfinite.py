@@ -82,11 +82,12 @@ class NonFinite:
         # plain tensors only: reading a tensor that is sharded over ranks is a collective
         plain = [t for t in tensors if t is not None and type(t) in PLAIN and t.layout is torch.strided]
         found = [torch.isnan(t.detach()).any() for t in plain if t.is_floating_point() and t.grad_fn is None]
-        if any(map(bool, (x for x in found if x.is_cpu))):
+        if any(bool(x) for x in found if x.is_cpu):
             self.samples.write(SampleKind.NAN_INPUT, step, float("nan"), site=site)
-        for x in [x for x in found if not x.is_cpu][:1]:
+        on_device = next((x for x in found if not x.is_cpu), None)
+        if on_device is not None:
             self.samples.when_copied(
-                x.float().reshape(1), lambda v: v[0] and self.samples.write(SampleKind.NAN_INPUT, step, 1.0)
+                on_device.float().reshape(1), lambda v: v[0] and self.samples.write(SampleKind.NAN_INPUT, step, 1.0)
             )
 
     def _suspect(self, kind: SampleKind, value: float, p: Any, site: int) -> None:

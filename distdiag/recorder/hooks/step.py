@@ -128,9 +128,9 @@ def _forward_begins(accounting: StepAccounting) -> Callable[[Any, tuple[Any, ...
                 first = n == 0
                 if not n & (n - 1):  # what enters the module is the rank's batch, whatever its loader gave
                     m.slot.batch = samples_of(inputs)
-                # no DataLoader: the batch size is the first dimension of the first tensor
                 if inputs and type(inputs[0]) is torch.Tensor and not ledger.forward_ns:
                     ledger.entered = weakref.ref(inputs[0])
+                # no DataLoader: the batch size is the first dimension of the first tensor
                 if inputs and not ledger.batch:
                     ledger.batch = accounting.loaders.fed(module, inputs, site)
                     ledger.samples += ledger.batch

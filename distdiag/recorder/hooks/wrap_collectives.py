@@ -27,7 +27,7 @@ def install(recorder: state.Recorder) -> Collectives:
         if original is not None:
             found.add(op)
             setattr(pg_class, method, as_c_method(_wrap(collectives, method, original), original))
-    LACKING.extend(sorted(f"ProcessGroup's {op}" for op, _ in METHODS.values() if op not in found))
+    LACKING.extend(f"ProcessGroup's {op}" for op in sorted({op for op, _ in METHODS.values()} - found))
     for method, begins, ends in (
         ("_start_coalescing", None, collectives.coalescing_begins),
         ("_end_coalescing", collectives.coalescing_ends, collectives.coalesced),

@@ -315,7 +315,7 @@ class FileEnd:
         if len(self.moved) == 1 and (m := _SUMMARY.search(text)) is not None:
             bar = _DRAWN.match(self.moved[0][1])
             if bar is not None and abs(int(bar[1]) - float(m["s"]) * float(m["rate"])) <= 1 + 0.01 * float(m["s"]):
-                self.moved, self.progress = [], {}  # it stands at the steps that were made
+                self.moved, self.progress = [], {}  # the bar shows the steps that were made: it is no new progress
         if progress is None:
             return
         shown = (at := _SHOWN.match(text, progress.start())) and at[0]
